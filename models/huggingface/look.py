@@ -283,7 +283,7 @@ class _Probe:
         self.ramp = torch.linspace(-1, 1, self.output.weight.shape[0], dtype=torch.float64) ** 3 * 1e6
         self.ramp[0] = 1e-3
         if self.output.bias is not None or type(self.output).forward is not nn.Linear.forward:
-            what = "has a bias" if self.output.bias is not None else "does more than a product"
+            what = "has a bias" if self.output.bias is not None else "is more than a matrix product"
             raise _Refusal(f"{_name(self.output, self.names)} {what}, which the loss here would leave out")
         for layer, kind in zip(self.layers, self.kinds, strict=False):
             if kind not in ("full_attention", "sliding_attention"):

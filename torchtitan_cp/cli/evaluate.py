@@ -142,7 +142,10 @@ def _evaluate(options: argparse.Namespace) -> int:
         raise ConfigError(f"--stage {options.stage} does not exist", fix=f"give one of 1 to {len(stages)}")
     other = f"-stage-{number + 1}" * (number != saved.number)
     out = options.out or saved.path.parents[1] / "evaluation" / f"{saved.path.name}{other}"
-    out.mkdir(parents=True, exist_ok=True)  # before the work
+    try:  # before the work
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}", fix="give another folder with --out") from None
     found = evaluate(saved, evaluation_config(saved.config, world.size, options), world, number)
     if options.lengths and not any(one.by_length() for one in found.retrieval.values()):
         raise ConfigError(

@@ -4,6 +4,7 @@ import argparse
 import gc
 import importlib
 import io
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -48,12 +49,13 @@ def escape_unprintable() -> None:
 
 
 def report_os_errors(work: Callable[[], int]) -> int:
-    """Run a command. A disk that fails, or output that nobody reads, is one message and exit code 2."""
+    """Run a command. A disk that fails is one message and exit code 1, as the next try may succeed."""
     try:
         return work()
     except OSError as error:
         print(format_os_error(error), file=sys.stderr)
-        return 2
+        logging.getLogger(__name__).debug("raised here:", exc_info=True)
+        return 1
 
 
 def import_without_gc(name: str) -> Any:

@@ -4,8 +4,8 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Of an open file or pipe, which Python raises without its name; and of tempfile, where no folder can be written.
-NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EPIPE, errno.ENOENT)
+# Of an open file, which Python raises without its name.
+NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE)
 
 
 class UserError(Exception):
@@ -50,10 +50,11 @@ def format_os_error(error: OSError) -> str:
     Raises:
         OSError: the error itself, if it is neither.
     """
-    if not error.filename and error.errno not in NAMELESS:
+    if error.errno == errno.EPIPE:
+        return "error: Broken pipe: what read this output, or another process of this command, has ended"
+    full = error.errno in NAMELESS or "No usable temporary directory" in str(error.strerror)
+    if not (error.filename or full):
         raise error
     file = f"{error.filename}: " if error.filename else ""
     there = "there" if file else "where the run, data.cache_folder, temporary files (TMPDIR) and this output are"
-    return (
-        f"error: {file}{error.strerror}\n  fix: check the disk, its space and permissions {there}, or give another path"
-    )
+    return f"error: {file}{error.strerror or error}\n  fix: check the disk, its space and permissions {there}"

@@ -173,7 +173,7 @@ def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
     parallel, block = planned.config.parallel, planned.gathered_block
     # A pipeline's backward leaves all of them gathered, whatever a forward does.
     again = parallel.fsdp_reshard != "never" and parallel.pp == 1
-    # At work: one, and those gathered ahead; experts apart from the rest are gathered when that is at work.
+    # At work: one, and those gathered ahead; experts wrapped apart are gathered only while their layer runs.
     blocks = min(own.layers, 1 + parallel.fsdp_prefetch) if again else own.layers
     ahead = (blocks - 1) * planned.gathered_experts if again else 0.0
     gathered = (blocks * block - ahead + own.outer_parameters) * planned.element_bytes

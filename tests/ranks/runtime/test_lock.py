@@ -42,7 +42,7 @@ def test_a_folder_that_nodes_do_not_share_is_refused_before_training(
 def enter_with_a_disk_filled_since(folder: Path) -> str:
     """On a rank: what refuses the job."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lock, "check_dump_folder", lambda folder: Path(folder, ".lock").symlink_to("/dev/full"))
+        patch.setattr(lock.os, "write", lambda *_: Path("/dev/full").write_text("."))
         return enter([folder])
 
 

@@ -184,6 +184,13 @@ def test_a_generation_prompt_that_is_not_how_a_turn_begins_is_named(loss_on: str
     assert learned(source, turns("a", "b"), "all") == ["<user>a<assistant>b"]
 
 
+def test_a_message_that_changes_before_an_answer_is_the_one_that_is_named() -> None:
+    """As in Mistral v3's, which writes the system's message only while the user's turn is the last."""
+    source = "{% for m in messages %}{{ 'Be kind. ' if loop.last and m.role == 'user' else '' }}<{{ m.content }}>"
+    with pytest.raises(DataError, match=r"changes message 1 \(user\) when others follow it"):
+        learned(source + "{% endfor %}", turns("a", "b"))
+
+
 @pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3"])
 def test_an_answer_that_begins_a_conversation_is_learned_without_its_header(family: str) -> None:
     first, after = (learned(plain(family), messages) for messages in (turns("a", "b", "c")[1:], turns("a", "b")))

@@ -137,6 +137,12 @@ def test_bad_rows_are_counted_named_by_file_and_line_and_skipped(
     )
 
 
+def test_a_template_may_drop_a_switch_that_ends_every_question(tmp_path: Path) -> None:
+    """As NVIDIA's Nemotron Nano v2 does."""
+    template = "{% for m in messages %}<{{ m.content.replace('/no_think', '') }}>{% endfor %}"
+    assert read(data_of(tmp_path, [row("What is it? /no_think", "a b")] * 2, template, loss_on="all"))
+
+
 @pytest.mark.parametrize(("wrong", "role"), [("assistant", "assistant"), ("user", "user"), ("", "user")])
 def test_a_template_that_does_not_write_what_was_said_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str, role: str

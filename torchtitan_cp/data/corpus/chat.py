@@ -91,9 +91,14 @@ class ChatTemplate:
                 before = through.partition(prompt)[0] + prompt if prompt else ""
             if text.startswith(through) and through.startswith(before):
                 return len(before), len(through)
-            message, other = f"message {index + 1} ({messages[index]['role']})", ""
+            ends, begins = (
+                text.startswith(through),
+                not index or through.startswith(self.render(messages[:index], tools)),
+            )
+            number, other = index + (begins or not ends), ""
+            message = f"message {number} ({messages[number - 1]['role']})"
             problem = f"changes {message} when others follow it"
-            if prompts and text.startswith(through):
+            if ends and begins:
                 problem = f"begins {message} otherwise than its generation prompt, which ends in {before[-30:]!r}"
             elif index in answers[:-1]:
                 other = "; or set loss_on = 'last_assistant'"
@@ -150,11 +155,13 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     if re.search("[\ud800-\udfff]", text):
         raise BadRecordError("a lone surrogate")
     for role in ("user", "assistant"):
-        said = [m.get("content") for m in messages if m["role"] == role and not m.get("tool_calls")]
-        # Behind a thought, which some templates leave out.
-        ends = [word for x in said if isinstance(x, str) for word in x.rpartition(">")[2].split()[-1:]]
-        if ends and not any(word in text for word in ends):
-            raise BadRecordError("content that the template does not write", f"of the {role}: {ends[0]!r:.80}")
+        said = [
+            m.get("content") for m in messages if m["role"] == role and not {"tool_calls", "function_call"} & m.keys()
+        ]
+        # Behind a thought, which some templates leave out; they may also change the first word or the last.
+        behind = [words for x in said if isinstance(x, str) and (words := x.rpartition(">")[2].split())]
+        if behind and not any(words[0] in text or words[-1] in text for words in behind):
+            raise BadRecordError("content that the template does not write", f"of the {role}: {behind[0][-1]!r:.80}")
     if not learned:
         raise BadRecordError("nothing to learn")
     return text, learned
