@@ -91,10 +91,8 @@ class ChatTemplate:
                 before = through.partition(prompt)[0] + prompt if prompt else ""
             if text.startswith(through) and through.startswith(before):
                 return len(before), len(through)
-            ends, begins = (
-                text.startswith(through),
-                not index or through.startswith(self.render(messages[:index], tools)),
-            )
+            ends, earlier = text.startswith(through), self.render(messages[:index], tools) if index else ""
+            begins = through.startswith(earlier)
             number, other = index + (begins or not ends), ""
             message = f"message {number} ({messages[number - 1]['role']})"
             problem = f"changes {message} when others follow it"
@@ -155,11 +153,10 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     if re.search("[\ud800-\udfff]", text):
         raise BadRecordError("a lone surrogate")
     for role in ("user", "assistant"):
-        said = [
-            m.get("content") for m in messages if m["role"] == role and not {"tool_calls", "function_call"} & m.keys()
-        ]
+        spoken = [m for m in messages if m["role"] == role and not (m.get("tool_calls") or m.get("function_call"))]
         # Behind a thought, which some templates leave out; they may also change the first word or the last.
-        behind = [words for x in said if isinstance(x, str) and (words := x.rpartition(">")[2].split())]
+        texts = [x for m in spoken if isinstance(x := m.get("content"), str)]
+        behind = [words for x in texts if (words := x.rpartition(">")[2].split())]
         if behind and not any(words[0] in text or words[-1] in text for words in behind):
             raise BadRecordError("content that the template does not write", f"of the {role}: {behind[0][-1]!r:.80}")
     if not learned:
