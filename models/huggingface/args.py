@@ -44,7 +44,7 @@ class HuggingFaceArgs:
     longest = property(attrgetter("look.longest"))
     logit_scale = property(attrgetter("look.logit_scale"))
     logit_softcap = property(attrgetter("look.logit_softcap"))
-    fused_norms = False
+    fused_norms = False  # transformers computes each in fp32 by several kernels
 
     @property
     def n_layers(self) -> int:

@@ -68,7 +68,12 @@ STRATEGY = Strategy(forward, backward, gathers_keys=True)
 
 
 def _add_group(residuals: tuple[Tensor, ...], gathered: KeyBlocks, gradients: Tensor, kernel: Kernel) -> Tensor:
-    """dQ of some heads; dK and dV go side by side to their ranks' rows of `gradients`. Empties the list."""
+    """dQ `[B, S/P, h, D]` of some heads, summed in fp32. Empties the list of their keys.
+
+    Args:
+        residuals: dout, q, out and lse of these heads.
+        gradients: `[P, B, S/P, h, Dqk + Dv]` fp32 (fp64 for fp64), filled with dK and dV side by side, by rank.
+    """
     dq = GradientSum(residuals[1])
     while gathered:
         rows, block = gathered.pop(0)
