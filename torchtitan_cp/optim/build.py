@@ -27,12 +27,12 @@ NO_RULE = sections.ParameterGroup()
 def build_optimizer(
     model: nn.Module, settings: sections.Optimizer, *, compute_dtype: torch.dtype = torch.float32
 ) -> Optimizer:
-    """The optimizer of [optimizer] over the model's parameters, sharded or not.
+    """The optimizer that [optimizer] asks for, over the model's parameters, sharded or not.
 
-    Its groups hold `lr_scale`, which `set_learning_rates` honours.
+    Its groups hold `lr_scale`, which `set_learning_rates` applies.
 
     Args:
-        model: with settings.name = "muon" it has `layers`, whose matrices are Muon's.
+        model: with settings.name = "muon" it has `layers`, whose matrices Muon updates.
         compute_dtype: Muon orthogonalises in this dtype.
 
     Raises:
@@ -64,29 +64,29 @@ def set_learning_rates(optimizer: Optimizer, lr: float) -> None:
 
 
 def _adamw(groups: list[dict[str, Any]], settings: sections.Optimizer) -> Optimizer:
-    numbers: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     if settings.state == "8bit":
         torchao = import_extra("torchao.optim", extra="float8", needed_by="optimizer.state = '8bit'")
-        return torchao.AdamW8bit(groups, **numbers)
-    return torch.optim.AdamW(groups, **numbers, **IMPLEMENTATIONS[settings.implementation])
+        return torchao.AdamW8bit(groups, **options)
+    return torch.optim.AdamW(groups, **options, **IMPLEMENTATIONS[settings.implementation])
 
 
 def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[dict[str, Any]]:
     """Parameters with the same settings share a group. By default matrices decay, norms and biases do not."""
     blocks: Iterable[Tensor] = model.layers.parameters() if settings.name == "muon" else ()  # type: ignore[union-attr]
-    # A convolution has three dims too.
+    # Experts are known by their module, as convolutions have three dims too.
     experts = {parameter for module in getattr(model, "experts", {}).values() for parameter in module.parameters()}
-    muon_matrices = {parameter for parameter in blocks if parameter.ndim == 2 or parameter in experts}
+    muon_parameters = {parameter for parameter in blocks if parameter.ndim == 2 or parameter in experts}
     groups: dict[tuple[float, float, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         rule = _rule_of(name, settings.groups)
-        # Biases of experts and norms of each head have two dims.
-        matrix = parameter.ndim >= 2 and not re.search(r"bias$|norm\d*\.weight$", name)
-        default = settings.weight_decay if matrix else 0.0
+        # Biases of experts and norms of each head have two dims and are no matrices.
+        is_matrix = parameter.ndim >= 2 and not re.search(r"bias$|norm\d*\.weight$", name)
+        default = settings.weight_decay if is_matrix else 0.0
         decay = default if rule.weight_decay is None else rule.weight_decay
         # One fused update takes tensors of one mesh.
         mesh = getattr(parameter, "device_mesh", None)
-        by_muon = matrix and parameter in muon_matrices
+        by_muon = is_matrix and parameter in muon_parameters
         groups.setdefault((rule.lr_scale, decay, by_muon, mesh), []).append(parameter)
     return [
         {"params": parameters, "lr_scale": lr_scale, "weight_decay": decay, "muon": muon}
@@ -99,7 +99,10 @@ def _rule_of(name: str, rules: Iterable[sections.ParameterGroup]) -> sections.Pa
 
 
 def check_rules(rules: tuple[sections.ParameterGroup, ...], names: list[str]) -> None:
-    """Refuse a rule of optimizer.groups that matches none of the whole model's parameters, of these names.
+    """Refuse a rule of optimizer.groups that matches no parameter.
+
+    Args:
+        names: of the whole model's parameters.
 
     Raises:
         ConfigError: naming the rule.

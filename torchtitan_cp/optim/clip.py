@@ -1,46 +1,46 @@
-"""Global-norm clipping in two halves: local square norms, which one all-reduce sums beside other numbers; scaling."""
+"""Global-norm clipping in two halves: this rank's square norms, which the caller sums over the ranks; and scaling."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.attention.local_shard import local_tensor
 
 
-@torch.no_grad()  # in which a DTensor gives its local tensor at once
+@torch.no_grad()  # without autograd, a DTensor returns its local tensor at once
 def square_norms(groups: Sequence[Iterable[nn.Parameter]], ranks: int | None = None) -> Tensor:
     """This rank's part of the squared global norm of each group, `[groups]` fp64.
 
-    Summed over the ranks of the job it is the global norm's square: what several ranks hold in common (a replica of
-    HSDP, a norm beside tensor-parallel matrices, a plain tensor) counts at each of them with its fraction.
+    Summed over the ranks of the job it is the global norm's square: where several ranks hold the same values (a replica
+    of HSDP, a norm beside tensor-parallel matrices, a plain tensor), each counts its fraction of them.
 
     Args:
         groups: parameters of this rank; a group may have none.
         ranks: number of ranks that hold these parameters together: those of the job, or of one pipeline stage.
-            Default: of a DTensor the ranks of its mesh, of a plain tensor this rank alone.
+            Default: for a DTensor the ranks of its mesh, for a plain tensor this rank alone.
     """
     gradients: list[Tensor] = []
     fractions: list[float] = []
     counts: list[int] = []
     for group in groups:
-        own = [_local_and_copies(p.grad, ranks) for p in group if p.grad is not None]
-        counts.append(len(own))
-        gradients += [gradient for gradient, _ in own]
-        fractions += [1 / copies for _, copies in own]
+        shards = [_local_and_copies(p.grad, ranks) for p in group if p.grad is not None]
+        counts.append(len(shards))
+        gradients += [gradient for gradient, _ in shards]
+        fractions += [1 / copies for _, copies in shards]
     if not gradients:
         return torch.zeros(len(counts), dtype=torch.float64)
     squares = torch.stack(torch._foreach_norm(gradients)).double().square()
     squares = squares * _constant(tuple(fractions), gradients[0].device)
-    # A sum by index would not be deterministic on CUDA.
-    return torch.stack([of_group.sum() for of_group in squares.split(counts)])
+    # index_add would not be deterministic on CUDA.
+    return torch.stack([group_squares.sum() for group_squares in squares.split(counts)])
 
 
 @lru_cache(maxsize=32)
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers on the device that every step needs, fp64: copying them each time would make the host wait."""
+    """Numbers that every step needs on the device, fp64: copying them each time would make the host wait."""
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
@@ -48,10 +48,7 @@ def _local_and_copies(gradient: Tensor, ranks: int | None) -> tuple[Tensor, floa
     """(this rank's shard, the number of ranks that hold the same values)."""
     if not isinstance(gradient, DTensor):
         return gradient, ranks or 1
-    if any(placement.is_partial() for placement in gradient.placements):
-        # A partial sum has no norm of its own.
-        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-        gradient = gradient.redistribute(placements=whole)
+    assert not any(placement.is_partial() for placement in gradient.placements), "FSDP sums gradients"
     mesh, shards = gradient.device_mesh, 1
     for axis, placement in enumerate(gradient.placements):
         shards *= 1 if placement.is_replicate() else mesh.size(axis)

@@ -49,7 +49,7 @@ class ChunkedCrossEntropy(nn.Module):
         compiled: fuse what lies between the products, where this rank holds all rows of the output matrix.
 
     Attributes:
-        compiled_losses: what `compiled` asks for, or None.
+        compiled_losses: the compiled `_chunk_losses`, or None.
         largest_logit: fp32 scalar that forwards with gradients raise in place to the largest logit of this rank's
             rows; None: not measured. It is free: the log-sum-exp needs each token's largest logit.
     """
@@ -78,7 +78,7 @@ class ChunkedCrossEntropy(nn.Module):
 
         Args:
             hidden: `[B, S/cp, E]`.
-            weight: output matrix `[V, E]`; with `vocabulary`, this rank's rows `[V_local, E]`, possibly none.
+            weight: output matrix `[V, E]`; with `vocabulary`, this rank's rows `[V_local, E]`.
             labels: `[B, S/cp]` int64; IGNORED tokens do not count, and a label outside the vocabulary makes the loss
                 infinite.
             vocabulary: None if this rank holds all rows.
@@ -91,27 +91,27 @@ class ChunkedCrossEntropy(nn.Module):
         weights = (labels != IGNORED).float()
         if token_weights is not None:
             weights *= token_weights
-        given = labels.flatten(), weights.flatten(), vocabulary
+        compute = partial(self._losses, labels.flatten(), weights.flatten(), vocabulary)
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            total, losses = _LinearCrossEntropy.apply(hidden, weight, partial(self._losses, *given))
+            total, losses = _LinearCrossEntropy.apply(hidden, weight, compute)
         else:
-            total, losses, *_ = self._losses(*given, hidden, weight, gradients=False)
+            total, losses, *_ = compute(hidden, weight, gradients=False)
         return total, losses.view(labels.shape)
 
     def _losses(
         self, labels: Tensor, weights: Tensor, vocabulary: Any, hidden: Tensor, weight: Tensor, gradients: bool = True
     ) -> tuple[Tensor, Tensor, Any, Any]:
-        """As forward, with labels and weights `[B S/cp]`; and the gradients of hidden states and output matrix."""
+        """As forward, with labels and weights `[B S/cp]`; also the gradients of hidden states and output matrix."""
         rows = hidden.flatten(0, 1)
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         z_sum = losses.new_zeros(())
         d_rows: Any = torch.empty_like(rows) if gradients else None
         d_weight: Any = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if gradients else None
-        losses_of = (None if vocabulary else self.compiled_losses) or ChunkedCrossEntropy._chunk_losses
+        chunk_losses = (None if vocabulary else self.compiled_losses) or ChunkedCrossEntropy._chunk_losses
         for start in range(0, len(labels), self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
-            given = labels[chunk], weights[chunk], vocabulary, gradients
-            losses[chunk], squares, largest, d_products = losses_of(self, rows[chunk] @ weight.t(), *given)
+            arguments = labels[chunk], weights[chunk], vocabulary, gradients
+            losses[chunk], squares, largest, d_products = chunk_losses(self, rows[chunk] @ weight.t(), *arguments)
             z_sum += (squares * weights[chunk]).sum()
             if not gradients:
                 continue
@@ -119,26 +119,24 @@ class ChunkedCrossEntropy(nn.Module):
                 self.largest_logit.copy_(torch.maximum(self.largest_logit, largest))
             d_rows[chunk] = d_products @ weight
             _add_product(d_weight, d_products.t(), rows[chunk])
-            del d_products  # before the next chunk is made
+            del d_products  # frees it before the next chunk's is made
         return (losses * weights).sum() + self.z_loss * z_sum, losses, d_rows, d_weight
 
     def _chunk_losses(
         self, products: Tensor, labels: Tensor, weights: Tensor, vocabulary: Any, gradients: bool
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Losses of a chunk, whose products with the output matrix are `[tokens, V_local]`.
+        """Losses of a chunk from its products with the output matrix, `[tokens, V_local]`.
 
         Returns:
-            of each token its loss and its squared logsumexp (0 where ignored); the largest logit of this rank's rows;
-            the gradient of the products, in their dtype; None without `gradients`.
+            each token's loss and its squared logsumexp (0 where ignored); the largest logit of this rank's rows; the
+            gradient of the products, in their dtype (None without `gradients`).
         """
         logits = self.to_logits(products.float()) if self.softcap or self.scale != 1 else products
         row = labels - (vocabulary.first if vocabulary else 0)
         is_here = (row >= 0) & (row < logits.shape[-1])
         row = (row * is_here).unsqueeze(-1)
-        probabilities, own_log_sums, largest = _softmax(logits)
-        log_sums, targets = own_log_sums, torch.full_like(own_log_sums, -torch.inf)
-        if logits.shape[-1]:
-            targets = targets.where(~is_here, logits.gather(-1, row).squeeze(-1).float())
+        probabilities, local_log_sums, largest = _softmax(logits)
+        log_sums, targets = local_log_sums, logits.gather(-1, row).squeeze(-1).float().where(is_here, -torch.inf)
         if vocabulary:
             by_rank = vocabulary.gather(torch.stack([log_sums, targets]))
             log_sums, targets = by_rank[:, 0].logsumexp(0), by_rank[:, 1].amax(0)
@@ -147,7 +145,7 @@ class ChunkedCrossEntropy(nn.Module):
         if not gradients:
             return losses, squares, largest, None
         slope = (1 + 2 * self.z_loss * log_sums) * weights
-        d_logits = probabilities.mul_((slope * (own_log_sums - log_sums).exp()).unsqueeze(-1))
+        d_logits = probabilities.mul_((slope * (local_log_sums - log_sums).exp()).unsqueeze(-1))
         d_logits = _subtract_at(d_logits, row, (is_here * weights).unsqueeze(-1))
         return losses, squares, largest, self.to_logits_backward(d_logits, logits).to(products.dtype)
 
@@ -157,7 +155,7 @@ class ChunkedCrossEntropy(nn.Module):
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     def to_logits_backward(self, d_logits: Tensor, logits: Tensor) -> Tensor:
-        """Gradient of the products, in place of the logits'."""
+        """Gradient of the products, written over the gradient of the logits."""
         slope = self.scale * (1 - (logits / self.softcap).square()) if self.softcap else self.scale
         return d_logits.mul_(slope) if self.softcap or self.scale != 1 else d_logits
 
@@ -166,20 +164,17 @@ class ChunkedCrossEntropy(nn.Module):
 def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None) -> Tensor:
     """How many labels of each sequence are not the likeliest token, given all true tokens before it.
 
-    Full logits are computed of the labelled tokens: meant for few labels.
+    Computes full logits of all labelled tokens at once, so use it for few labels.
 
     Args:
         hidden, weight, labels, vocabulary: see ChunkedCrossEntropy.forward.
 
     Returns:
-        `[B]` int64, of the tokens here.
+        `[B]` int64, for this rank's tokens.
     """
     rows, columns = (labels != IGNORED).nonzero(as_tuple=True)
     logits = hidden[rows, columns] @ weight.t()
-    best = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=hidden.device)
-    token = torch.zeros_like(best)
-    if logits.shape[-1]:
-        best, token = (x.double() for x in logits.max(-1))
+    best, token = (x.double() for x in logits.max(-1))
     if vocabulary:
         best, token = vocabulary.gather(torch.stack([best, token + vocabulary.first])).unbind(1)
         token = token.gather(0, best.argmax(0, keepdim=True)).squeeze(0)
@@ -190,9 +185,6 @@ def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vo
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax `[tokens, V_local]` and logsumexp `[tokens]` in fp32 of logits of any dtype, and the largest logit."""
     probabilities = logits.softmax(-1, dtype=torch.float32)
-    if not logits.shape[-1]:
-        nothing = probabilities.new_full((len(logits),), -torch.inf)
-        return probabilities, nothing, nothing.amax()
     largest, token = logits.max(-1, keepdim=True)
     # The likeliest token has at least 1 / V, so its logarithm is exact to rounding.
     log_sums = largest.float() - probabilities.gather(-1, token).log()
@@ -200,16 +192,16 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _subtract_at(d_logits: Tensor, row: Tensor, values: Tensor) -> Tensor:
-    """Subtract `values` at each token's `row`, both `[tokens, 1]`: in place, or if compiled in the kernel before."""
-    if torch.compiler.is_compiling():
+    """Subtract `values` at each token's `row`, both `[tokens, 1]`; in place unless compiled."""
+    if torch.compiler.is_compiling():  # fuses with the kernel before it
         is_row = torch.arange(d_logits.shape[-1], device=row.device) == row
         return torch.where(is_row, d_logits - values, d_logits)
     # Each token has one label, so scatter_ is enough; it is deterministic on CUDA, unlike scatter_add_.
-    return d_logits.scatter_(-1, row, d_logits.gather(-1, row) - values) if d_logits.shape[-1] else d_logits
+    return d_logits.scatter_(-1, row, d_logits.gather(-1, row) - values)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to an fp32 `total` in place. On CUDA a bf16 product is not rounded to bf16 first."""
+    """Add `left @ right` to an fp32 `total` in place. On CUDA the product is not rounded to bf16 first."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda and left.dtype.itemsize == 2:

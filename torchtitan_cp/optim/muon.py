@@ -1,7 +1,7 @@
 """Muon for the matrices of the blocks, sharded in any way, beside another optimizer for the rest.
 
-Source: Jordan et al., 2024; the step scaled to AdamW's size, so that both share a learning rate, and each expert taken
-as a matrix: Liu et al. (Moonshot), 2025. The numbers are those of torch.optim.Muon.
+Sources: Jordan et al., 2024; Liu et al. (Moonshot), 2025, who scale the step to AdamW's size, so that both share a
+learning rate, and take each expert as a matrix. The numbers are those of torch.optim.Muon.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class Muon(Optimizer):
         rest: optimizer of all other parameters, its groups with `muon` False. It steps with this one, which holds
             the groups and the state of both: callers see one optimizer.
         momentum: fraction of the old momentum kept in a step.
-        dtype: matrices are gathered and orthogonalised in it.
+        dtype: that matrices are gathered and orthogonalised in.
     """
 
     def __init__(self, matrices: list[dict[str, Any]], rest: Optimizer, *, momentum: float, dtype: torch.dtype) -> None:
@@ -62,10 +62,10 @@ class Muon(Optimizer):
 
 
 def matrix_batches(groups: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Muon's matrices that have a gradient, each as a group of its own: as many at a time as their mesh has ranks.
+    """Yield Muon's matrices that have a gradient, each as a group of its own, in batches.
 
-    Each rank orthogonalises one of a batch. The largest come first, so that equal sizes meet. Experts come alone: each
-    rank orthogonalises some of them.
+    A batch has one matrix for each rank of their mesh to orthogonalise, the largest first, so that a batch has equal
+    sizes. The experts of a layer are a batch by themselves, as each rank orthogonalises some of them.
     """
     by_mesh: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for group in groups:
@@ -80,7 +80,7 @@ def matrix_batches(groups: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]
 
 
 def _orthogonalized(updates: list[Any]) -> Iterator[Tensor]:
-    """Each update orthogonalised as a whole matrix, sharded as before.
+    """Orthogonalise each update as a whole matrix, and shard it as before.
 
     Args:
         updates: on one mesh, at most as many as it has ranks. Each rank gathers and orthogonalises one of them, and
@@ -93,17 +93,18 @@ def _orthogonalized(updates: list[Any]) -> Iterator[Tensor]:
         yield from map(_orthogonalized_experts, updates)
         return
     mesh = updates[0].device_mesh
-    own: Any = None
-    here, owners = tuple(mesh.get_coordinate() or ()), list(itertools.product(*map(range, mesh.shape)))[: len(updates)]
+    this_rank = tuple(mesh.get_coordinate() or ())
+    owners = list(itertools.product(*map(range, mesh.shape)))[: len(updates)]
+    matrix: Any = None  # the one that this rank orthogonalises
     for owner, update in zip(owners, updates, strict=True):
-        if owner == here:
-            own = update.full_tensor()
+        if owner == this_rank:
+            matrix = update.full_tensor()
         else:
             update.full_tensor()  # collective
     # After all gathers: in between, the other ranks would wait for it.
-    own = None if own is None else orthogonalize(own)
+    matrix = None if matrix is None else orthogonalize(matrix)
     for owner, update in zip(owners, updates, strict=True):
-        result = own if owner == here else local_tensor(update).new_empty(update.shape)
+        result = matrix if owner == this_rank else local_tensor(update).new_empty(update.shape)
         for axis, rank in enumerate(owner):
             # Every rank has it after the last axis; before that, some broadcast values that are overwritten later.
             dist.broadcast(result, group=mesh.get_group(axis), group_src=rank)
@@ -111,23 +112,23 @@ def _orthogonalized(updates: list[Any]) -> Iterator[Tensor]:
 
 
 def _orthogonalized_experts(update: DTensor) -> DTensor:
-    """Each expert of a sharded `[X, _, _]` orthogonalised by one rank, or by one of each replica."""
-    mesh, placements, own = update.device_mesh, update.placements, update.to_local()
-    cut = next((axis for axis, placement in enumerate(placements) if placement.is_shard(1)), None)
-    if cut is None:
-        own = orthogonalize(own)
+    """Orthogonalise each expert of a sharded `[X, _, _]` on one rank, or on one rank of each replica."""
+    mesh, placements, local = update.device_mesh, update.placements, update.to_local()
+    cut_axis = next((axis for axis, placement in enumerate(placements) if placement.is_shard(1)), None)
+    if cut_axis is None:
+        local = orthogonalize(local)
     else:  # the ranks of this axis have a part of each expert, and trade them for whole ones
-        line = mesh[(mesh.mesh_dim_names or ())[cut]] if mesh.ndim > 1 else mesh
-        whole = DTensor.from_local(own, line, [Shard(1)]).redistribute(placements=[Shard(0)])
+        axis_mesh = mesh[(mesh.mesh_dim_names or ())[cut_axis]] if mesh.ndim > 1 else mesh
+        whole = DTensor.from_local(local, axis_mesh, [Shard(1)]).redistribute(placements=[Shard(0)])
         whole = DTensor.from_local(
-            orthogonalize(whole.to_local()), line, [Shard(0)], shape=whole.shape, stride=whole.stride()
+            orthogonalize(whole.to_local()), axis_mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()
         )
-        own = whole.redistribute(placements=[Shard(1)]).to_local()
-    return DTensor.from_local(own, mesh, placements, shape=update.shape, stride=update.stride())
+        local = whole.redistribute(placements=[Shard(1)]).to_local()
+    return DTensor.from_local(local, mesh, placements, shape=update.shape, stride=update.stride())
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """The nearest orthogonal matrix, roughly: singular values become 0.7 to 1.2, by a quintic Newton-Schulz.
+    """The nearest orthogonal matrix, roughly: a quintic Newton-Schulz moves singular values to between 0.7 and 1.2.
 
     Args:
         matrix: `[_, _]`, or several, `[X, _, _]`.
