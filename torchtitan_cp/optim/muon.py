@@ -7,7 +7,7 @@ learning rate, and take each expert as a matrix. The numbers are those of torch.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,8 +39,7 @@ class Muon(Optimizer):
         self._rest, self._dtype = rest, dtype
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients exist before a step"
+    def step(self) -> None:  # type: ignore[override]
         for batch in matrix_batches(self.param_groups):
             matrices = [(group["params"][0], group) for group in batch]
             directions = _orthogonalized([self._direction(*entry) for entry in matrices])

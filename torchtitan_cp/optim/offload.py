@@ -43,8 +43,7 @@ def keep_state_on_host(optimizer: Optimizer) -> None:
                     if value.ndim:
                         optimizer.state[parameter][name] = _map_plain(value, copy)
 
-    def step(closure: Callable[[], float] | None = None) -> None:
-        assert closure is None, "gradients exist before a step"
+    def step() -> None:
         groups, parts = optimizer.param_groups, _parts(optimizer.param_groups)
         move(parts[0], to_device)
         for part, next_part in zip(parts, [*parts[1:], []], strict=True):

@@ -1,6 +1,6 @@
 """Activation checkpointing of blocks, full or selective, and MLPs in tiles.
 
-Forwards are replaced, not modules, so that parameters keep their names.
+The functions here wrap forwards, not modules, so that parameters keep their names.
 """
 
 from collections import deque
@@ -9,8 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -24,28 +23,24 @@ Forward = Callable[..., Any]
 PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_grouped_mm")}
 
 
-def apply_activation_checkpointing(model: nn.Module, kind: str, host: HostMemory | None, *, compiled: bool) -> None:
-    """Save each block's input, and recompute the block in backward.
+def checkpointed(forward: Forward, kind: str, host: HostMemory | None, *, compiled: bool) -> Forward:
+    """A block's forward that saves its input, and runs again in backward.
 
     Args:
-        kind: `none` saves everything; `full` the block's input alone; `attention_saved` also what attention and
-            gated delta rules give, so that they never run twice; `selective` also every matrix product.
+        kind: `full` saves the block's input alone; `attention_saved` also the outputs of attention and gated delta
+            rules, so that they never run twice; `selective` also every matrix product.
         host: holds what `attention_saved` and `selective` keep, instead of the device.
-        compiled: the blocks will be; what they save is decided when they are traced, and no write in place is left.
+        compiled: the block will be compiled. Then tracing decides what it saves, and leaves no write in place.
     """
-    if kind == "none":
-        return
-    contexts: Callable[[], Any] | None = None
-    if compiled and kind != "full":
-        contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kind))
-    elif kind != "full":
-        contexts = partial(_saving_contexts, partial(_is_kept, kind), host)
-    for layer in model.layers.values():  # type: ignore[operator]
-        layer.forward = recomputed(layer.forward, contexts)
+    if kind == "full":
+        return recomputed(forward)
+    if compiled:
+        return recomputed(forward, partial(create_selective_checkpoint_contexts, partial(_policy, kind)))
+    return recomputed(forward, partial(_saving_contexts, partial(_is_kept, kind), host))
 
 
 def recomputed(forward: Forward, contexts: Callable[[], Any] | None = None) -> Forward:
-    """A forward that saves its inputs, and inside it what `contexts` selects; nothing by default."""
+    """A forward that saves its inputs and what `contexts` selects (default: nothing), and runs again in backward."""
     options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
 
     def run(*inputs: Any, **named: Any) -> Any:
@@ -57,17 +52,18 @@ def recomputed(forward: Forward, contexts: Callable[[], Any] | None = None) -> F
 def _saving_contexts(
     is_kept: Callable[[Any], bool], host: HostMemory | None
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """For `checkpoint(context_fn=...)`: outputs of some operators are kept, and not computed again.
+    """For `checkpoint(context_fn=...)`: keep the outputs of some operators, and do not compute them again.
 
-    Models write to them in place, and write again when they are recomputed. torch's own contexts keep what was
-    written, or fail. A write to what another operator saved for its backward goes unnoticed, as under `full`.
+    Some models (gpt-oss, Gemma 3n) write to these outputs in place, and write again when the block is recomputed.
+    torch's own contexts keep the written values, or fail; here a copy is kept. A write to what another operator saved
+    for its backward goes unnoticed, as under `full`.
     """
     outputs = deque[tuple[Any, Any]]()
     by_storage: dict[int, list[_KeptOutput]] = {}
 
     def save(function: Any, *args: Any, **named: Any) -> Any:
         if _is_mutable(function):
-            for tensor in _written(function, args, named):
+            for tensor in _written_tensors(function, args, named):
                 for kept in by_storage.pop(storage_of(tensor)._cdata, ()):
                     kept.before_write(tensor)
         result = function(*args, **named)
@@ -83,8 +79,8 @@ def _saving_contexts(
     def reuse(function: Any, *args: Any, **named: Any) -> Any:
         if not is_kept(function):
             return function(*args, **named)
-        kept_of, kept = outputs.popleft() if outputs else (None, None)
-        if kept_of is not function:
+        producer, kept = outputs.popleft() if outputs else (None, None)
+        if producer is not function:
             raise RuntimeError("backward runs twice, or a block's recomputation differs from its forward")
         return tree_map(_KeptOutput.restore, kept)
 
@@ -92,11 +88,12 @@ def _saving_contexts(
 
 
 class _KeptOutput:
-    """What an operator gave, on the device or in host memory, whatever the block writes to it later."""
+    """An operator's output, on the device or in host memory, whatever the block writes to it later."""
 
     def __init__(self, host: HostMemory | None, tensor: Tensor) -> None:
-        self.host, self.storage = host, StorageWeakRef(storage_of(tensor))  # while held, no other has its number
-        # The graph's own would hold the graph. With this key it shares the version, which a dispatch mode has off.
+        self.host = host
+        # The output itself would hold its graph. This dispatch key, which a dispatch mode switches off, makes the
+        # detached tensor share its version counter.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             tensor = tensor.detach()
         self.value = host.offload(tensor) if host else tensor
@@ -122,16 +119,16 @@ def _is_mutable(function: Any) -> bool:
     return hasattr(function, "_schema") and function._schema.is_mutable
 
 
-def _written(function: Any, args: Any, named: Any) -> list[Tensor]:
-    """Tensors among an operator's arguments that it writes to."""
+def _written_tensors(function: Any, args: Any, named: Any) -> list[Tensor]:
+    """The tensors that an operator writes to."""
     arguments = function._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | named
-    written = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | named
+    written = [values.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
     return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
 
 
 class _Intercept(TorchDispatchMode):
-    """Hands each call of an operator to a function, instead of making it."""
+    """Calls a function in place of each operator."""
 
     def __init__(self, handle: Callable[..., Any]) -> None:
         super().__init__()
@@ -139,12 +136,12 @@ class _Intercept(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions within run compiled, as under torch's own contexts."""
+        """Let compiled functions inside run compiled, as torch's own contexts do."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not to: what torch would wrap each call in costs as much as the call."""
+        """No: what torch would otherwise wrap each call in costs as much as the call."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +149,7 @@ class _Intercept(TorchDispatchMode):
 
 
 class Tiles:
-    """Whether a tile of an MLP is running: its block does not save its products."""
+    """Whether a tile of an MLP is running, whose products its block does not save."""
 
     running = False
 
@@ -165,25 +162,18 @@ def _policy(kind: str, _context: Any, operator: Any, *_: Any, **__: Any) -> Chec
     return CheckpointPolicy.MUST_SAVE if _is_kept(kind, operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def tile_mlps(model: nn.Module, tiles: int) -> None:
-    """Run each block's MLP and its norm on one tile of the sequence after the other.
-
-    Only a tile's input is saved, so the wide activations exist for one tile at a time, forward and backward. A block's
-    weights stay gathered meanwhile, except for experts that are sharded apart: these are gathered for each tile.
-    Gradients are reduced once for all tiles. Source: ALST (Bekman et al., 2025).
-    """
-    if tiles > 1:
-        for layer in model.layers.values():  # type: ignore[operator]
-            layer.mlp = tiled(layer.mlp, tiles)
-
-
 def tiled(forward: Callable[[Tensor], Tensor], tiles: int) -> Callable[[Tensor], Tensor]:
-    """A function of each token alone, `[B, s, E] -> [B, s, E]`, a tile at a time."""
+    """A block's MLP and its norm, `[B, s, E] -> [B, s, E]`, run on one tile of the sequence after another.
+
+    Only a tile's input is saved, so the wide activations exist for one tile at a time, forward and backward. The
+    block's weights stay gathered meanwhile, except experts that have a mesh of their own: these are gathered for each
+    tile. Gradients are reduced once for all tiles. Source: ALST (Bekman et al., 2025).
+    """
     run_tile = recomputed(forward)
 
     def run(hidden: Tensor) -> Tensor:
         parts = hidden.split(-(-hidden.shape[1] // tiles), 1)
-        if torch.compiler.is_compiling():  # the tiles' own recomputation decides then
+        if torch.compiler.is_compiling():  # then the tiles' own recomputation decides what is saved
             return torch.cat([run_tile(part) for part in parts], 1)
         Tiles.running = True
         try:

@@ -1,4 +1,4 @@
-"""Makes a plain model train on these ranks: tensor parallelism, recomputation, compile, FSDP, first weights."""
+"""Prepares a plain model to train on these ranks: tensor parallelism, recomputation, compile, FSDP, first weights."""
 
 import hashlib
 import logging
@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -15,24 +16,22 @@ from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Activation, Compile
-from torchtitan_cp.parallel.activation import apply_activation_checkpointing, tile_mlps
+from torchtitan_cp.parallel.activation import checkpointed, tiled
 from torchtitan_cp.parallel.experts import shard_experts
 from torchtitan_cp.parallel.float8 import convert_linears
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.offload import HostMemory
-from torchtitan_cp.parallel.tensor import apply_tensor_parallel, disable_compile_cache, enable_async_tp
+from torchtitan_cp.parallel.tensor import apply_tensor_parallel, enable_async_tp
 
 logger = logging.getLogger(__name__)
 
 
 def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], config: Config) -> None:
-    """Make a model on the meta device ready to train, in place.
+    """Prepare a model on the meta device to train, in place.
 
     Args:
         model: has `layers` with `mlp`, and `init_std`; see models/architecture.py.
-        meshes: of the run.
         roles: the architecture's plan for tensor parallelism.
-        config: for its [parallel], [activation], [compile] and [training].
     """
     if config.training.float8 != "none":
         convert_linears(model, config.training.float8, meshes.device_type)
@@ -44,7 +43,9 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
     if experts and config.parallel.ep > 1:
         shard_experts(model, experts[0])
     if (meshes.tp and config.compile.enable) or config.optimizer.state == "8bit":
-        disable_compile_cache()
+        # torch's cache on disk is keyed by whole DTensors (2.13): a rank could load code for another rank's device, or
+        # for a shard of another size or kind. Source: pytorch/pytorch issue 188390.
+        functorch_config.enable_autograd_cache = False
     wrap_blocks(model, config.activation, config.compile, meshes.device_type)
     on_host = config.parallel.fsdp_cpu_offload and meshes.device_type != "cpu"
     if config.parallel.fsdp_cpu_offload and not on_host:
@@ -55,33 +56,23 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
 
 
 def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, device_type: str) -> None:
-    """Set up activation checkpointing, offloading and compile of the blocks, in place of an earlier call's."""
+    """Set up activation checkpointing, offloading and compile of the blocks, undoing what an earlier call set up."""
+    host = None
+    if activation.offload and device_type == "cpu":
+        logger.warning("activation.offload is inactive: on a CPU activations are in host memory")
+    elif activation.offload:
+        host = HostMemory(torch.device(device_type, torch.accelerator.current_device_index()))
     for layer in model.layers.values():  # type: ignore[operator]
         for replaced in ("forward", "mlp"):
             vars(layer).pop(replaced, None)
-    tile_mlps(model, activation.mlp_tiles)
-    host = host_memory(device_type) if activation.offload else None
-    # The hooks around a compiled block see all that it saves, its attention too.
-    apply_activation_checkpointing(model, activation.checkpoint, host, compiled=compiling.enable)
-    if compiling.enable:
-        apply_compile(model, compiling.mode)
-    if host:
-        for layer in model.layers.values():  # type: ignore[operator]
+        if activation.mlp_tiles > 1:
+            layer.mlp = tiled(layer.mlp, activation.mlp_tiles)
+        if activation.checkpoint != "none":
+            layer.forward = checkpointed(layer.forward, activation.checkpoint, host, compiled=compiling.enable)
+        if compiling.enable:  # equal blocks share the compiled code, and a second length makes it dynamic
+            layer.forward = compile_whole(layer.forward, compiling.mode)
+        if host:  # around the compiled block, so that the hooks see all that it saves
             layer.forward = host.offload_saved(layer.forward, layer)
-
-
-def host_memory(device_type: str) -> HostMemory | None:
-    """Host memory for what blocks save; None on a CPU."""
-    if device_type == "cpu":
-        logger.warning("activation.offload is inactive: on a CPU activations are in host memory")
-        return None
-    return HostMemory(torch.device(device_type, torch.accelerator.current_device_index()))
-
-
-def apply_compile(model: nn.Module, mode: str) -> None:
-    """Compile each block whole; equal blocks share the compiled code, and a second length makes it dynamic."""
-    for layer in model.layers.values():  # type: ignore[operator]
-        layer.forward = compile_whole(layer.forward, mode)
 
 
 def apply_fsdp(
@@ -91,7 +82,7 @@ def apply_fsdp(
 
     Args:
         on_host: weights, gradients and optimizer state live in host memory.
-        experts_mesh: ranks that the experts are sharded over, if not these.
+        experts_mesh: ranks that the experts are sharded over; None: like the rest.
     """
     # Inputs are not cast: rotary cos and sin stay fp32 beside a bf16 residual stream.
     policy = MixedPrecisionPolicy(
@@ -100,7 +91,7 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
-    reshard = config.parallel.fsdp_reshard == "always" or (
+    frees_blocks = config.parallel.fsdp_reshard == "always" or (
         config.parallel.fsdp_reshard == "auto" and config.parallel.pp == 1
     )
     modules = [(module, mesh) for module in (*model.layers.values(), model)]  # type: ignore[operator]
@@ -108,19 +99,19 @@ def apply_fsdp(
         modules = [(module, experts_mesh) for module in model.experts.values()] + modules  # type: ignore[operator]
 
     def placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
-        """Experts that the ranks cannot share evenly are cut in the dim after theirs; None: dim 0."""
+        """Shard experts by dim 1 where the ranks cannot share dim 0 evenly; None: dim 0."""
         uneven = parameter.ndim == 3 and len(local_tensor(parameter)) % ranks and parameter.shape[1] % ranks == 0
         return Shard(1) if uneven else None
 
-    for module, its_mesh in modules:
+    for module, module_mesh in modules:
         fully_shard(
             module,
-            mesh=its_mesh,
+            mesh=module_mesh,
             mp_policy=policy,
             offload_policy=offload,
             # The output layer runs last in forward and first in backward: the root stays gathered.
-            reshard_after_forward=reshard and module is not model,
-            shard_placement_fn=partial(placement, its_mesh.size(its_mesh.ndim - 1)),
+            reshard_after_forward=frees_blocks and module is not model,
+            shard_placement_fn=partial(placement, module_mesh.size(module_mesh.ndim - 1)),
         )
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum, which a divide factor would otherwise ask for.
@@ -129,7 +120,7 @@ def apply_fsdp(
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights, so that the model's parameters are its shards again; after a backward they are."""
+    """Free gathered weights, so that the model's parameters are its shards again, as they are after a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -151,18 +142,18 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
     truncated at three standard deviations.
 
     Args:
-        loads: weights are loaded later, in place of these.
+        loads: trained weights will replace these.
 
     Raises:
         ConfigError: the model does not initialize a parameter, and nothing is loaded.
     """
     for name, parameter in model.named_parameters():
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        own_seed = int.from_bytes(digest[:7], "big")
-        # On the GPU also where weights are offloaded: the CPU's generator draws others.
+        parameter_seed = int.from_bytes(digest[:7], "big")
+        # On the GPU even if weights are offloaded: the CPU's generator would draw others.
         device = torch.device("cuda") if torch.cuda.is_available() else parameter.device
         if hasattr(model, "init_parameter"):
-            values = model.init_parameter(name, own_seed, device)  # type: ignore[operator]
+            values = model.init_parameter(name, parameter_seed, device)  # type: ignore[operator]
             if not loads and values.isnan().any():
                 raise ConfigError(
                     f"transformers does not initialize {name}",
@@ -174,6 +165,6 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
             if not std:
                 values.fill_(1.0 if std is None else 0.0)
             else:
-                generator = torch.Generator(values.device).manual_seed(own_seed)
+                generator = torch.Generator(values.device).manual_seed(parameter_seed)
                 nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
         local_tensor(parameter).copy_(values[shard_slices(parameter)])

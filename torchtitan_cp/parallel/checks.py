@@ -1,4 +1,4 @@
-"""Whether a model's sizes can be shared by so many ranks; apart from what shares them, as it imports no DTensor."""
+"""Whether a model's sizes can be split over so many ranks; unlike the code that splits them, it imports no DTensor."""
 
 from typing import Any
 

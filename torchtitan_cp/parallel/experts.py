@@ -1,4 +1,4 @@
-"""Expert parallelism: each of `ep` ranks has a share of every layer's experts, and tokens travel to those they chose.
+"""Expert parallelism: each of `ep` ranks has a share of every layer's experts, and tokens travel to their experts.
 
 Source: GShard (Lepikhin et al., 2020); without dropping tokens, MegaBlocks (Gale et al., 2022).
 """
@@ -19,11 +19,11 @@ from torchtitan_cp.attention.local_shard import local_tensor
 
 
 class Routing(NamedTuple):
-    """What routers chose, over all ranks; sums in fp64 on the device.
+    """What the routers of all ranks chose; sums in fp64 on the device.
 
     Attributes:
         counts: `[L, X]` tokens sent to each expert of each layer, dropped ones too; 0 in layers without experts.
-        entropy: `[L]` sum over tokens of the entropy of their shares, normalized over the chosen experts, in nats.
+        entropy: `[L]` sum over tokens of the entropy of their shares, normalized over the chosen experts; in nats.
         dropped: `[]` choices that were dropped because an expert was full.
     """
 
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 
 
 class RoutingSums:
-    """Adds up a rank's routing, in backward: once for each forward that trains, also where it runs twice.
+    """Adds up a rank's routing. It does so in backward, so that a recomputed forward counts once.
 
     Args:
         layers, experts: L and X.
@@ -41,7 +41,7 @@ class RoutingSums:
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
         self.experts = experts
-        # Of each layer its counts and entropy, and in a last row the dropped choices.
+        # A row for each layer: counts, entropy. The last row has the dropped choices.
         self._sums = torch.zeros(layers + 1, experts + 1, dtype=torch.float64, device=device)
 
     def add(self, layer: int, counts: Tensor, entropy: Tensor, dropped: Tensor) -> None:
@@ -59,14 +59,14 @@ class RoutingSums:
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each rank of a mesh its share of every layer's experts, dim 0 of their parameters. In place, on meta."""
+    """Give each rank of a mesh its share of every layer's experts, dim 0 of their parameters; in place, on meta."""
     for experts in model.experts.values():  # type: ignore[operator]
         for name, parameter in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
 
 
 def dispatch_experts(model: nn.Module, sums: RoutingSums, group: ProcessGroup | None, capacity: float) -> None:
-    """Have the model's experts count what they are sent and, over a group, get tokens from other ranks.
+    """Have the model's experts count the tokens they are sent and, with a group, get tokens from other ranks.
 
     Args:
         model: its `experts` are modules by layer, called with hidden states `[T, E]`, chosen experts `[T, K]` int64 and
@@ -95,7 +95,7 @@ class ExpertDispatch:
         self.layer, self.module, self.sums, self.group, self.capacity = layer, module, sums, group, capacity
         self.compute: Callable[..., Tensor] = module.forward
         self.ranks, self.experts = group.size() if group else 1, sums.experts
-        if hasattr(module, "num_experts"):  # transformers counts with it
+        if hasattr(module, "num_experts"):  # transformers' forward reads it
             vars(module)["num_experts"] = self.experts // self.ranks
         self.chunks = 1
 
@@ -109,7 +109,7 @@ class ExpertDispatch:
         """
         chunks = 2 if self.group and hidden.device.type != "cpu" else self.chunks
         counts = torch.stack([count_choices(part, self.experts) for part in chosen.tensor_split(chunks)])
-        # An evaluation takes no memory for a backward, and its numbers are the same on any ranks.
+        # An evaluation drops nothing: it needs no memory for a backward, and is the same on any number of ranks.
         capacity = self.capacity if torch.is_grad_enabled() else 0.0
         most = math.ceil(capacity * chosen.numel() / counts.numel()) if capacity else chosen.numel()
         kept = counts.clamp(max=most)
@@ -117,7 +117,7 @@ class ExpertDispatch:
             normalized = shares.detach().double()
             normalized = normalized / normalized.sum(-1, keepdim=True)
             routing = self.layer, counts.sum(0), torch.special.entr(normalized).sum(), (counts - kept).sum()
-            # Of what enters: FSDP warns of modules that give a view.
+            # On the input, as FSDP warns of modules whose output is a view.
             hidden = _Counted.apply(hidden, self.sums, routing)
         if self.ranks > 1 or capacity:
             return self._dispatch(hidden, chosen, shares, kept, most)
@@ -145,9 +145,9 @@ class ExpertDispatch:
     def _chunk(
         self, most: int, hidden: Tensor, chosen: Tensor, shares: Tensor, counts: Tensor, *rows_by_rank: list[int]
     ) -> Iterator[Tensor]:
-        """Rows that are on their way to experts, then those on their way back, then the result.
+        """Yield the rows that travel to experts, then those that travel back, then the result.
 
-        So other chunks are computed while one travels.
+        A generator, so that one chunk is computed while another travels.
 
         Args:
             most: choices of an expert that are sent.
@@ -168,12 +168,12 @@ class ExpertDispatch:
         experts, order = chosen.sort(stable=True)
         if not self.capacity:
             return order
-        place = torch.arange(len(order), device=order.device) - torch.searchsorted(experts, experts)
-        # A mask as an index would make the host wait for the device.
-        return order[(place >= most).argsort(stable=True)]
+        rank_in_expert = torch.arange(len(order), device=order.device) - torch.searchsorted(experts, experts)
+        # Indexing with a mask would make the host wait for the device.
+        return order[(rank_in_expert >= most).argsort(stable=True)]
 
     def _send(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Start to send rows, and return those of other ranks, to be read after `_wait`; backward waits by itself."""
+        """Start to send rows, and return those that arrive, which must not be read before `_wait`; backward waits."""
         if not self.group:
             return rows
         if rows.requires_grad:
@@ -181,23 +181,23 @@ class ExpertDispatch:
         return _AllToAll.apply(rows, sent, received, self.group.group_name)
 
     def _compute_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """This rank's experts on rows `[R, E]`, which are ordered by sender and expert; counts `[ranks, X / ep]`."""
+        """Run this rank's experts on rows `[R, E]`, ordered by sender and expert; counts `[ranks, X / ep]`."""
         numbers = torch.arange(counts.shape[1], device=rows.device).repeat(self.ranks)
         numbers = numbers.repeat_interleave(counts.flatten().to(rows.device), output_size=len(rows))
         empty = not len(rows)
-        if empty:  # experts without any row would have no gradient, and FSDP would wait for it
+        if empty:  # without any row experts would have no gradient, and FSDP would wait for it
             rows, numbers = F.pad(rows, (0, 0, 0, 1)), numbers.new_zeros(1)
-        whole: Any = self.module._parameters
-        vars(self.module)["_parameters"] = {name: local_tensor(x) for name, x in whole.items()}
+        parameters: Any = self.module._parameters
+        vars(self.module)["_parameters"] = {name: local_tensor(x) for name, x in parameters.items()}
         try:
             out = self.compute(rows, numbers[:, None], rows.new_ones(len(rows), 1))
         finally:
-            vars(self.module)["_parameters"] = whole
+            vars(self.module)["_parameters"] = parameters
         return out[:0] if empty else out
 
 
 class _AllToAll(torch.autograd.Function):
-    """Starts to send rows; in backward, their gradients back."""
+    """Start to send rows; in backward, to send their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
@@ -217,7 +217,7 @@ def _wait(rows: Tensor) -> Tensor:
 
 
 class _Counted(torch.autograd.Function):
-    """The identity, which adds up a layer's routing in backward. In compiled code a tensor's hook cannot."""
+    """The identity; adds up a layer's routing in backward. A tensor hook cannot do that in compiled code."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, sums: RoutingSums, routing: tuple[Any, ...]) -> Tensor:

@@ -11,7 +11,7 @@ from torchtitan_cp.config.extras import import_extra
 
 logger = logging.getLogger(__name__)
 
-# Ada is the first architecture with float8 products; they need sizes divisible by 16.
+# Ada is the first architecture with float8 products, which need sizes divisible by 16.
 CAPABILITY = (8, 9)
 DIVISOR = 16
 
@@ -21,7 +21,7 @@ def convert_linears(model: nn.Module, recipe: str, device_type: str) -> None:
 
     Args:
         model: on any device, not sharded yet.
-        recipe: `tensorwise` or `rowwise`: one scale a tensor, or a row. Source: torchao.float8.
+        recipe: `tensorwise` or `rowwise`: one scale per tensor, or per row. Source: torchao.float8.
 
     Raises:
         ConfigError: torchao is missing, the device has no float8 products, or no layer has fitting sizes.
@@ -29,7 +29,7 @@ def convert_linears(model: nn.Module, recipe: str, device_type: str) -> None:
     _check_device(device_type)
     float8 = import_extra("torchao.float8", extra="float8", needed_by=f"training.float8 = {recipe!r}")
     settings = float8.Float8LinearConfig.from_recipe_name(recipe)
-    # The choice of experts turns on small differences, and a subclass has a forward of its own, which would be lost.
+    # Not routers, whose choices turn on small differences, nor subclasses, whose own forward would be lost.
     modules: Any = model.layers.named_modules()  # type: ignore[union-attr]
     linears = [layer for name, layer in modules if type(layer) is nn.Linear and ".router." not in f"{name}."]
     fitting = [linear for linear in linears if not (linear.in_features % DIVISOR or linear.out_features % DIVISOR)]

@@ -1,4 +1,4 @@
-"""Meshes of a run: one that parameters are sharded on, and one for each context-parallel degree of its stages."""
+"""Meshes of a run: one that parameters are sharded over, and one for each context-parallel degree of its stages."""
 
 import math
 from functools import cache, cached_property
@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from torchtitan_cp.config.degrees import Degrees
 
-# Axes with groups of their own. By itself torch gives an axis that spans the world the default group, so FSDP's too.
+# Axes whose groups we make. torch would give an axis that spans the world the default group, which FSDP also uses.
 OWN_GROUPS = ("cp", "ring", "all_to_all", "ep")
 
 
@@ -22,7 +22,7 @@ class Meshes:
 
     Ranks are numbered with tensor parallelism innermost, so that its ranks share a node, then context parallelism,
     then the rest. Parameters are sharded over the flattened (dp_shard, cp) ranks, whose product no stage changes; a
-    stage with another CP degree only gets other groups, made when it starts and kept.
+    stage with another CP degree only gets other groups, which are made when it starts, and kept.
 
     Context parallelism shares its groups with nothing else: an NCCL group runs its messages one after another, and keys
     and values must not wait behind the weights that FSDP2 gathers. All groups have the default group's timeout.
@@ -49,9 +49,10 @@ class Meshes:
 
     @cached_property
     def experts(self) -> tuple[DeviceMesh, DeviceMesh] | None:
-        """(Ranks that share the experts, ranks that FSDP2 shards a share over); None: like the rest.
+        """(Ranks that share the experts, ranks that FSDP2 shards each share over); None: like the rest.
 
-        Of a mesh (pp, dp_replicate, efsdp, ep): tensor-parallel ranks have tokens of their own, and shard experts too.
+        They are axes of a mesh (pp, dp_replicate, efsdp, ep). Tensor-parallel ranks are part of efsdp, since each
+        computes experts for its own part of the sequence.
         """
         if self.degrees.ep == self.degrees.tp == 1:
             return None
@@ -68,7 +69,7 @@ class Meshes:
 
     @cached_property
     def pp(self) -> DeviceMesh:
-        """The ranks of this rank's pipeline; this rank alone without one."""
+        """The ranks of this rank's pipeline; without a pipeline this rank alone."""
         return self.parameters["pp"]
 
     @property
@@ -95,16 +96,16 @@ class Meshes:
         return self._sequence_mesh(ring=degree // all_to_all_ranks, all_to_all=all_to_all_ranks)
 
     def _make_sequence_mesh(self, **axes: int) -> DeviceMesh:
-        """A mesh with these axes; beside theirs it costs one group, of the ranks that share nothing in it."""
+        """A mesh with these axes. Beside their groups it makes one more, of the axis "others"."""
         ranks = self.ranks.view(-1, *axes.values(), self.degrees.tp).movedim(-1, 1).flatten(0, 1)
         return self._make_mesh(ranks, "others", *axes)[tuple(axes)]
 
     def _make_mesh(self, ranks: Tensor, *axes: str) -> DeviceMesh:
-        own: Any = tuple(
+        backends: Any = tuple(
             _own_group() if axis in OWN_GROUPS and size > 1 else (None, None)
             for axis, size in zip(axes, ranks.shape, strict=True)
         )
-        mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=axes, backend_override=own)
+        mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=axes, backend_override=backends)
         if dist.get_backend() != "fake":  # a dry run's groups never wait
             # torch gives them a timeout of its own, of 10 minutes under NCCL.
             default: Any = dist.group.WORLD
@@ -114,25 +115,17 @@ class Meshes:
         return mesh
 
     def summary(self) -> str:
-        """The axes, and the ranks that share each with this one, a line each."""
-        sizes, lines = [], []
-        for axis in ("pp", "dp_replicate", "fsdp", "tp"):
-            name = "dp_shard x cp" if axis == "fsdp" else axis
-            first, *peers = self.parameters[axis].mesh.tolist()
-            sizes.append(f"{name} {1 + len(peers)}")
-            if peers:
-                shown = ", ".join(map(str, peers[:8])) + " ..." * (len(peers) > 8)
-                lines.append(f"  rank {first} shares {name} with ranks {shown}")
-        if self.degrees.ep > 1:
-            sizes.append(f"experts shared by {self.degrees.ep} of dp_shard x cp")
-        return "\n".join([f"mesh, outermost first: {', '.join(sizes)}", *lines])
+        """The sizes of the axes."""
+        pp, replicas, fsdp, tp = self.ranks.shape
+        experts = f", experts shared by {self.degrees.ep} of dp_shard x cp" if self.degrees.ep > 1 else ""
+        return f"mesh, outermost first: pp {pp}, dp_replicate {replicas}, dp_shard x cp {fsdp}, tp {tp}{experts}"
 
 
 def _own_group() -> tuple[str, Any]:
     """Backend and options of a group apart from the default one, whose messages travel while the GPU computes.
 
-    NCCL's blocks take whole multiprocessors. At the priority of the computation they would get them when the last block
-    of an attention kernel has begun, and messages would travel after the computation, not beside it.
+    NCCL's blocks take whole multiprocessors. At the same priority as the computation they would get them only once the
+    last block of an attention kernel has begun, and messages would travel after the computation, not beside it.
     """
     backend, torch_c10d = dist.get_backend(), cast(Any, distributed_c10d)
     return backend, torch_c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None

@@ -1,7 +1,7 @@
 """What blocks save for backward, in host memory: copied out and back while the device computes.
 
-A tensor goes to pinned memory on a stream of its own as soon as it is saved, and its device memory is free once the
-copy is done. In backward the tensor saved before it is fetched while the current block computes. Sources:
+A tensor is copied to pinned memory on a stream of its own as soon as it is saved, and its device memory is free once
+the copy is done. When backward restores a tensor, the copy back of the one saved before it starts as well. Sources:
 saved_tensors_hooks of torch.autograd.graph; activation offloading in torchtune.
 """
 
@@ -22,11 +22,11 @@ MIN_BYTES = 1 << 20
 
 
 class OffloadedTensor:
-    """A tensor on its way to the host, there, or on its way back.
+    """A tensor that is being copied to the host, is there, or is being copied back.
 
     Attributes:
-        previous: the tensor offloaded just before this one; a weak reference.
-        uses: how often it was saved and is not yet restored.
+        previous: weak reference to the tensor that was offloaded just before this one.
+        uses: how often it was saved and not yet restored.
     """
 
     def __init__(self, memory: "HostMemory", tensor: Tensor) -> None:
@@ -38,7 +38,7 @@ class OffloadedTensor:
             self.host.copy_(tensor, non_blocking=True)
 
     def fetch(self) -> Tensor:
-        """Start the copy back, unless it has started; what it fills."""
+        """The tensor that the copy back fills; starts that copy if it has not started."""
         if self.back is None:
             with self.memory.copy_stream():
                 self.back = torch.empty_like(self.host, device=self.device)
@@ -46,14 +46,14 @@ class OffloadedTensor:
         return self.back
 
     def restore(self) -> Tensor:
-        """The tensor on its device again; also starts to fetch the one offloaded before it."""
+        """The tensor on its device; also starts to fetch the one that was offloaded before it."""
         back = self.fetch()
         self.uses -= 1
         if self.uses <= 0:
             self.back = None
         self.memory.wait_for(back)
         previous = self.previous() if self.previous else None
-        if previous is not None and previous.uses > 0:  # a node may restore what it saved in any order
+        if previous is not None and previous.uses > 0:  # an autograd node restores its tensors in any order
             previous.fetch()
         return back
 
@@ -62,7 +62,7 @@ class HostMemory:
     """Holds what a model's blocks save for backward.
 
     Args:
-        device: the one that computes. On a CPU the copies are made too, for tests.
+        device: the one that computes. On a CPU copies are made too, for tests.
         min_bytes: smaller tensors stay on the device.
     """
 
@@ -72,23 +72,23 @@ class HostMemory:
         self.last: weakref.ref[OffloadedTensor] | None = None
 
     def copy_stream(self, source: Tensor | None = None) -> Any:
-        """A context for copies beside the computation: after `source` is computed, whose memory lives until then."""
+        """A context for copies beside the computation. They start after `source` is computed, and keep its memory."""
         if self.stream is None:
-            return nullcontext()  # torch.cuda.stream(None) asks CUDA for its device
+            return nullcontext()  # torch.cuda.stream(None) needs CUDA
         if source is not None:
             self.stream.wait_stream(torch.cuda.current_stream(source.device))
             local_tensor(source).record_stream(self.stream)
         return torch.cuda.stream(self.stream)
 
     def wait_for(self, tensor: Tensor) -> None:
-        """Order the computation after the copy back, and keep the tensor's memory until the computation is done."""
+        """Have the computation wait for the copies, and keep the tensor's memory until the computation is done."""
         if self.stream is not None:
             current = torch.cuda.current_stream(tensor.device)
             current.wait_stream(self.stream)
             local_tensor(tensor).record_stream(current)
 
     def offload(self, tensor: Tensor) -> Any:
-        """An OffloadedTensor in the tensor's place, or the tensor itself if it is small."""
+        """An OffloadedTensor in place of the tensor, or the tensor itself if it is small."""
         if tensor.nbytes < self.min_bytes:
             return tensor
         offloaded = OffloadedTensor(self, tensor)
@@ -96,25 +96,25 @@ class HostMemory:
         return offloaded
 
     def offload_saved(self, forward: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
-        """The block's forward (hidden `[B, s, E]`, others; or by name) that offloads what autograd saves of it.
+        """The block's forward (hidden `[B, s, E]`, others; or by name), which offloads what autograd saves in it.
 
         The block's gathered weights stay on the device; so do the other inputs, which all blocks share. A tensor that
-        several operations save, as linear layers beside each other do, is copied once.
+        several operations save, as parallel linear layers do, is copied once.
         """
 
         def run(*inputs: Any, **named: Any) -> Any:
-            _, *given = (x for x in tree_leaves((inputs, named)) if isinstance(x, Tensor))
+            _, *shared_inputs = (x for x in tree_leaves((inputs, named)) if isinstance(x, Tensor))
             saved: dict[Any, tuple[StorageWeakRef, Any]] = {}
 
             def pack(tensor: Tensor) -> Any:
                 storage = storage_of(tensor)
-                # Experts that are sharded apart are gathered only when they run, so weights are looked up each time.
-                stay = (storage_of(x)._cdata for x in (*given, *block.parameters()))
-                counter = local_tensor(tensor).detach()  # has the tensor's version
-                if tensor.nbytes < self.min_bytes or storage._cdata in stay:
+                # Looked up each time, as experts with a mesh of their own are gathered only when they run.
+                staying = (storage_of(x)._cdata for x in (*shared_inputs, *block.parameters()))
+                counter = local_tensor(tensor).detach()  # shares the tensor's version counter
+                if tensor.nbytes < self.min_bytes or storage._cdata in staying:
                     return tensor, counter, counter._version
-                counter.data = counter.new_empty(0)  # and not its memory
-                # While the weak reference is held no other storage has this number.
+                counter.data = counter.new_empty(0)  # but not its memory
+                # While the weak reference exists, no other storage has this number.
                 key = storage._cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
                 if key in saved and not saved[key][0].expired():
                     saved[key][1].uses += 1
@@ -133,7 +133,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _unpack(saved: tuple[Any, Tensor, int]) -> Tensor:
-    """The saved tensor, checked as autograd checks what it saves without hooks."""
+    """The saved tensor, after the check for writes in place that autograd makes without hooks."""
     held, counter, version = saved
     if counter._version != version:
         raise RuntimeError("a tensor that backward needs was written to in place after it was saved")
@@ -141,5 +141,5 @@ def _unpack(saved: tuple[Any, Tensor, int]) -> Tensor:
 
 
 def restore(offloaded: Any) -> Any:
-    """The tensor that `offload` was given."""
+    """The tensor that `offload` received."""
     return offloaded.restore() if isinstance(offloaded, OffloadedTensor) else offloaded

@@ -1,7 +1,7 @@
 """Pipeline parallelism on torch.distributed.pipelining: a step through all pipeline stages.
 
-A pipeline stage is a model of its own with some of the layers, and a rank may have several. Every rank reads a
-micro-batch's tokens, positions and plan by itself, so only hidden states travel.
+A pipeline stage is a model of its own with some of the layers, and a rank may have several. Every rank reads the
+tokens, positions and plans of all micro-batches, so only hidden states travel.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ Run = Callable[[Callable[..., Any], "Tensor | None", Any], Any]
 class _TimedStage(PipelineStage):
     """torch's pipeline stage, with a stopwatch running while it computes.
 
-    Its methods are overridden and not replaced: an attribute that refers to its own object would keep the receive
-    buffers until the garbage collector runs.
+    It overrides methods instead of replacing them on the object: an attribute that refers to its own object would keep
+    the receive buffers until the garbage collector runs.
     """
 
     watches: Mapping[str, Stopwatch]
@@ -50,7 +50,7 @@ class Pipeline:
         mesh: 1-D, the pipeline's ranks.
         schedule: a name of SCHEDULES.
         device: of the ranks.
-        tied: the output is the embedding, so that the first and the last pipeline stage both have it.
+        tied: the output layer is the embedding, so that the first and the last pipeline stage both have it.
 
     Attributes:
         parts: by number of the pipeline stage.
@@ -72,43 +72,43 @@ class Pipeline:
         self.ranks = mesh.size()
         self.stages, self.schedule = stages, SCHEDULES[schedule]
         self.parts = dict(zip(stages.of_rank(self.rank), parts, strict=True))
-        self.last, self.tied = len(stages.owner) - 1, tied
-        self.has_first, self.has_last = 0 in self.parts, self.last in self.parts
-        self.made: tuple[Any, Any] | None = None  # what torch's schedule was made for, and the schedule
+        self.last_stage, self.tied = len(stages.owner) - 1, tied
+        self.has_first, self.has_last = 0 in self.parts, self.last_stage in self.parts
+        self.torch_schedule: tuple[Any, Any] | None = None  # what it was made for, and torch's schedule
         self.watches = {name: Stopwatch(device) for name in ("forward", "backward", "pipeline")}
         for number, part in self.parts.items():
-            # torch hands a pipeline stage its input alone. Its forwards come in the order of the micro-batches.
+            # torch gives a pipeline stage only its input, and calls its forwards in the order of the micro-batches.
             part.forward = partial(self._forward, number, part.forward)
 
     def unique_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by name, without a tied output: the first pipeline stage has it as its embedding."""
+        """This rank's parameters by name, without a tied output: it is the first pipeline stage's embedding."""
         for number, part in self.parts.items():
-            skips = self.tied and number == self.last > 0
-            yield from (x for x in part.named_parameters() if not (skips and x[0].startswith("tok_embeddings")))
+            skips_tied = self.tied and number == self.last_stage > 0
+            yield from (x for x in part.named_parameters() if not (skips_tied and x[0].startswith("tok_embeddings")))
 
     def step(self, batches: Sequence[Any], hidden: Tensor, run: Run) -> None:
         """Forward and backward of every micro-batch through every pipeline stage.
 
         Args:
             batches: micro-batches, equally many on every rank.
-            hidden: a micro-batch's hidden states `[B, S/cp/tp, E]`, which travel between pipeline stages, on meta.
+            hidden: shape and dtype of a micro-batch's hidden states `[B, S/cp/tp, E]`, on meta.
             run: (forward of a pipeline stage, hidden states or None for the first, micro-batch) -> hidden states, or
                 the scalar to differentiate for the last.
         """
         made_for = hidden.shape, hidden.dtype, len(batches)
-        if self.made is None or self.made[0] != made_for:
-            self.release()  # its buffers before the next ones are made
-            self.made = made_for, self._make(hidden, len(batches))
+        if self.torch_schedule is None or self.torch_schedule[0] != made_for:
+            self.release()  # frees its buffers before the next ones are made
+            self.torch_schedule = made_for, self._make_schedule(hidden, len(batches))
         self._begin(batches, run)
         numbers = torch.arange(len(batches), device=self.device)
         target = {"target": numbers} if self.has_last else {}
         with self.watches["pipeline"].running():
-            self.made[1].step(*((numbers,) if self.has_first else ()), **target, return_outputs=False)
+            self.torch_schedule[1].step(*((numbers,) if self.has_first else ()), **target, return_outputs=False)
         self._add_tied()
 
     def release(self) -> None:
         """Free the schedule and its receive buffers; the next step makes them again."""
-        self.made = None
+        self.torch_schedule = None
 
     @torch.no_grad()
     def evaluate(self, batch: Any, hidden: Tensor, run: Run) -> Any:
@@ -120,42 +120,42 @@ class Pipeline:
         self._begin([batch], run)
         state: Any = None
         for number, owner in enumerate(self.stages.owner):
-            following = self.stages.owner[number + 1] if number < self.last else owner
+            next_owner = self.stages.owner[number + 1] if number < self.last_stage else owner
             if owner == self.rank:
                 state = self.parts[number](state)
-                if following != owner:
-                    dist.send(state.contiguous(), group=self.group, group_dst=following)
-            elif following == self.rank:
+                if next_owner != owner:
+                    dist.send(state.contiguous(), group=self.group, group_dst=next_owner)
+            elif next_owner == self.rank:
                 state = torch.empty_like(hidden, device=self.device)
                 dist.recv(state, group=self.group, group_src=owner)
         return state if self.has_last else None
 
     def _begin(self, batches: Sequence[Any], run: Run) -> None:
-        self.waiting, self.run = {number: iter(batches) for number in self.parts}, run
+        self.batches, self.run = {number: iter(batches) for number in self.parts}, run
 
     def _forward(self, number: int, forward: Callable[..., Any], state: Tensor | None) -> Any:
-        return self.run(forward, state if number else None, next(self.waiting[number]))
+        return self.run(forward, state if number else None, next(self.batches[number]))
 
-    def _make(self, hidden: Tensor, micro_batches: int) -> Any:
+    def _make_schedule(self, hidden: Tensor, micro_batches: int) -> Any:
         """torch's schedule for hidden states of one shape, which torch would otherwise infer by a forward."""
         between = hidden.detach().requires_grad_()
         stages = []
         for number, part in self.parts.items():
-            takes = between if number else torch.empty(1, dtype=torch.int64, device="meta")
-            gives = between if number < self.last else torch.empty((), device="meta", requires_grad=True)
-            stage = _TimedStage(part, number, self.last + 1, self.device, takes, gives, group=self.group)
+            received = between if number else torch.empty(1, dtype=torch.int64, device="meta")
+            sent = between if number < self.last_stage else torch.empty((), device="meta", requires_grad=True)
+            stage = _TimedStage(part, number, self.last_stage + 1, self.device, received, sent, group=self.group)
             stage.watches = self.watches
             stages.append(stage)
-        kind = get_schedule_class(self.schedule.torch_name)
-        one_or_all: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        return kind(one_or_all, micro_batches, loss_fn=lambda output, target: output, scale_grads=False)
+        schedule = get_schedule_class(self.schedule.torch_name)
+        one_or_all: Any = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
+        return schedule(one_or_all, micro_batches, loss_fn=lambda output, target: output, scale_grads=False)
 
     def _add_tied(self) -> None:
         """Give the first and the last pipeline stage the sum of their gradients of a tied embedding."""
         if not self.tied:
             return
-        own: list[Any] = [part.tok_embeddings for part in self.parts.values() if hasattr(part, "tok_embeddings")]
-        gradients: list[Tensor] = [local_tensor(embedding.weight.grad) for embedding in own]
+        embeddings: list[Any] = [part.tok_embeddings for part in self.parts.values() if hasattr(part, "tok_embeddings")]
+        gradients: list[Tensor] = [local_tensor(embedding.weight.grad) for embedding in embeddings]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])

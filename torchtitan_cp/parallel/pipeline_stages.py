@@ -1,4 +1,4 @@
-"""The layers and the owner of each pipeline stage, and how long a rank waits for the others; arithmetic alone.
+"""The layers and the owner of each pipeline stage, and how long a rank waits for the others. Only arithmetic.
 
 Source: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2021), zero bubble (Qi et al., 2024).
 """
@@ -17,7 +17,7 @@ from torchtitan_cp.config.sections import Parallel
 
 Span = tuple[int, int]
 
-# Zero-bubble schedules split a backward; before torch 2.13 that failed at any autograd.Function.
+# Zero-bubble schedules split a backward, which before torch 2.13 failed at any autograd.Function.
 SPLITS_ANY_BACKWARD = TorchVersion(torch.__version__) >= "2.13"
 
 
@@ -43,11 +43,11 @@ def plan_pipeline(settings: Parallel, ranks: int, costs: Sequence[float]) -> Pip
 
     Args:
         settings: the schedule, pipeline stages per rank, and a split by hand.
-        costs: of each layer, in any unit; the outer ones include the embedding and the output.
+        costs: of each layer, in any unit; the first includes the embedding, the last the output layer.
 
     Raises:
-        ConfigError: more pipeline stages than layers, a number of them that the schedule does not take, or a split
-            that does not fit.
+        ConfigError: there are more pipeline stages than layers, or a number that the schedule does not take; or the
+            split does not fit.
     """
     schedule = SCHEDULES[settings.pp_schedule]
     if ranks > 1 and schedule.splits_backward and not SPLITS_ANY_BACKWARD:
@@ -76,24 +76,24 @@ def plan_pipeline(settings: Parallel, ranks: int, costs: Sequence[float]) -> Pip
             f"{count} pipeline stages",
             fix=f"give {count - 1} rising numbers from 1 to {len(costs) - 1}, or leave it out",
         )
-    # Pipeline stages go round the ranks, or there and back where the schedule is a V.
+    # Pipeline stages go round the ranks, or for a V-shaped schedule there and back.
     there_and_back = [*range(ranks), *reversed(range(ranks))]
     owner = there_and_back[:count] if settings.pp_schedule.startswith("zbv") else [n % ranks for n in range(count)]
     return PipelineStages(tuple(pairwise(edges)) if edges else tuple(split_layers(costs, count)), tuple(owner))
 
 
 def split_layers(costs: Sequence[float], stages: int) -> list[Span]:
-    """[first, stop) of each pipeline stage, with the least cost of the dearest one; each has at least one layer."""
-    before = [sum(costs[:count]) for count in range(len(costs) + 1)]
+    """[first, stop) of each pipeline stage, so that the dearest one costs as little as possible; none is empty."""
+    costs_before = [sum(costs[:count]) for count in range(len(costs) + 1)]
 
     @cache
     def best(stages: int, stop: int) -> tuple[float, tuple[int, ...]]:
         """Over the first `stop` layers: the cost of the dearest pipeline stage, and all edges."""
         if stages == 1:
-            return before[stop], (0, stop)
+            return costs_before[stop], (0, stop)
 
         def dearest(cut: int) -> float:
-            return max(best(stages - 1, cut)[0], before[stop] - before[cut])
+            return max(best(stages - 1, cut)[0], costs_before[stop] - costs_before[cut])
 
         cut = min(range(stages - 1, stop), key=dearest)
         return dearest(cut), (*best(stages - 1, cut)[1], stop)
@@ -102,9 +102,10 @@ def split_layers(costs: Sequence[float], stages: int) -> list[Span]:
 
 
 def bubble_fraction(settings: Parallel, ranks: int, per_rank: int, micro_batches: int) -> float:
-    """Fraction of a step in which a pipeline rank waits, if backwards take twice a forward and messages no time.
+    """Fraction of a step in which a pipeline rank waits.
 
-    Zero-bubble schedules fill the wait with gradients of weights; a third of it is assumed to remain.
+    Assumes that a backward takes as long as two forwards, that messages take no time, and that zero-bubble schedules,
+    which fill the wait with gradients of weights, leave a third of it.
     """
     waits = (ranks - 1) / (3 if SCHEDULES[settings.pp_schedule].splits_backward else 1)
     return waits / (per_rank * micro_batches + waits)

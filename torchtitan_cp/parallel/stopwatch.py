@@ -40,7 +40,7 @@ class Stopwatch:
             return sum(stop - start for start, stop in intervals)
         seconds = 0.0
         for start, stop in intervals:
-            if stop.query():  # asked once: it may end meanwhile
+            if stop.query():
                 seconds += start.elapsed_time(stop) / 1000
             else:
                 self.intervals.append((start, stop))

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch import _inductor as inductor
-from torch._functorch import config as functorch_config
 from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,21 +41,18 @@ class GatherSequence(ParallelStyle):
 
 
 class VocabularyRows(RowwiseParallel):
-    """An embedding whose rows are sharded; its output is sharded along the sequence."""
-
-    def __init__(self) -> None:
-        super().__init__(input_layouts=Replicate(), output_layouts=SEQUENCE)
+    """An embedding whose rows are sharded."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
-        # The output is an asynchronous collective's. A compiled block returns a gradient of zeros for such an input
-        # (torch 2.13); a clone waits for it.
+        # The output is still being received. A compiled block returns a gradient of zeros for such an input (torch
+        # 2.13); a clone waits for it.
         module.register_forward_hook(lambda module, inputs, output: output.clone())
         return module
 
 
 class PerHead(ParallelStyle):
-    """A module that returns its weight `[Hq]`, a number for each head; a rank holds those of its own heads."""
+    """A module that returns its weight `[Hq]`, a number for each head; a rank holds the numbers of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -65,16 +61,16 @@ class PerHead(ParallelStyle):
         return module
 
 
-# The roles that an architecture may give its modules. A new role goes here.
+# The roles that an architecture may give its modules.
 ROLES: dict[str, Callable[[], ParallelStyle]] = {
-    # A linear layer with sharded outputs, and one with sharded inputs; between them a rank works alone.
+    # A linear layer with sharded outputs, and one with sharded inputs; nothing is sent between them.
     "column": ColwiseParallel,
     "row": lambda: RowwiseParallel(output_layouts=SEQUENCE),
     # The embedding and the output layer, sharded by rows of the vocabulary.
-    "embedding": VocabularyRows,
+    "embedding": lambda: VocabularyRows(input_layouts=Replicate(), output_layouts=SEQUENCE),
     "output": lambda: ColwiseParallel(input_layouts=SEQUENCE),
-    # A norm on a rank's own part of the sequence, its weight replicated; one that stays there; and a linear layer on
-    # `[tokens, E]`, as torch 2.11 cannot flatten a sequence that is sharded.
+    # A norm on this rank's part of the sequence, its weight replicated; one whose output is a plain tensor; and a
+    # linear layer on `[tokens, E]`, as torch 2.11 cannot flatten a sharded sequence.
     "sequence": SequenceParallel,
     "local_sequence": lambda: SequenceParallel(use_local_output=True),
     "local_tokens": lambda: SequenceParallel(sequence_dim=0, use_local_output=True),
@@ -92,7 +88,7 @@ def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: Devi
         roles: pattern of module names -> name of a role.
         mesh: 1-D, the tensor-parallel ranks.
     """
-    # Sharding makes new parameters, so a tied output is tied again after.
+    # Sharding makes new parameters, so a tied output must be tied again.
     embedding: Any = getattr(model, "tok_embeddings", None)
     output: Any = getattr(model, "output", None)
     tied = embedding and output and output.weight is embedding.weight
@@ -105,15 +101,15 @@ def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: Devi
     parallelize_module(model, mesh, plan)
     if tied:
         output.weight = embedding.weight
-    apart = {parameter for module in getattr(model, "experts", {}).values() for parameter in module.parameters()}
-    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and p not in apart]
-    assert not left, f"no role shards {', '.join(left)}"
+    experts = {parameter for module in getattr(model, "experts", {}).values() for parameter in module.parameters()}
+    unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and p not in experts]
+    assert not unsharded, f"no role shards {', '.join(unsharded)}"
 
 
 def enable_async_tp(mesh: DeviceMesh) -> None:
-    """Let the compiler split gathers and reduce-scatters, and overlap them with the matrix products they feed.
+    """Let the compiler split gathers and reduce-scatters, and overlap them with the matrix products beside them.
 
-    Source: async tensor parallelism of PyTorch, on symmetric memory. Inactive, with a warning, off CUDA.
+    Source: PyTorch's async tensor parallelism, on symmetric memory. Without CUDA it is inactive, with a warning.
 
     Args:
         mesh: the tensor-parallel ranks.
@@ -125,30 +121,21 @@ def enable_async_tp(mesh: DeviceMesh) -> None:
     symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def disable_compile_cache() -> None:
-    """Compile code for DTensors in this process, instead of loading it from torch's cache on disk.
-
-    Keys of that cache are of whole tensors (torch 2.13): a rank could load code for another rank's device, or for a
-    shard of another size or kind. Source: pytorch/pytorch issue 188390.
-    """
-    functorch_config.enable_autograd_cache = False
-
-
 def as_sequence(hidden: Tensor, mesh: DeviceMesh) -> DTensor:
     """A rank's part of the sequence `[B, s/tp, E]` as a DTensor."""
     return hidden if isinstance(hidden, DTensor) else DTensor.from_local(hidden, mesh, [SEQUENCE], run_check=False)
 
 
 def vocabulary_shard(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, ProcessGroup | None, int]:
-    """Inputs of the loss on logits sharded by vocabulary.
+    """The inputs of a loss whose logits are sharded by vocabulary.
 
     Args:
         hidden: `[B, s/tp, E]` under tensor parallelism, where `weight` is a DTensor; otherwise `[B, s, E]`.
 
     Returns:
         (hidden `[B, s, E]`, whose gradient is summed over the ranks in backward; this rank's rows of the weight
-        `[V/tp, E]`; the ranks that together hold all rows, None without tensor parallelism; the first of this rank's
-        rows).
+        `[V/tp, E]`; the group of ranks that together hold all rows, None without tensor parallelism; the number of
+        this rank's first row).
     """
     if not isinstance(weight, DTensor):
         return hidden, weight, None, 0

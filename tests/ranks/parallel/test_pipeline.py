@@ -56,7 +56,7 @@ def idle_shares(schedule: str, micro_batches: int) -> list[float]:
         out = forward(batch if state is None else state)
         return out.sum() if forward is last else out
 
-    last = pipeline.parts[pipeline.last].forward.args[1] if pipeline.has_last else None  # type: ignore[union-attr]
+    last = pipeline.parts[pipeline.last_stage].forward.args[1] if pipeline.has_last else None  # type: ignore[union-attr]
     shares = []
     for _ in range(4):
         dist.barrier()  # ranks meet after every step of a run

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from models.llama import LlamaArgs
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.parallel.apply import apply_compile
+from torchtitan_cp.config.sections import Activation, Compile
+from torchtitan_cp.parallel.apply import wrap_blocks
 from torchtitan_cp.parallel.checks import check_tensor_parallel
 
 SHAPE = LlamaArgs(32, 2, 4, 2, 8, 48, vocab_size=61)
@@ -35,7 +36,7 @@ class Windowed(nn.Module):
 def test_blocks_of_many_kinds_are_compiled_where_torch_would_stop_after_eight() -> None:
     model = nn.Module()
     model.layers = nn.ModuleDict({str(window): Windowed(window) for window in range(3)})
-    apply_compile(model, "default")
+    wrap_blocks(model, Activation(), Compile(enable=True), "cpu")
     for rows in (20, 30, 40):  # the second makes the rows dynamic: 12 in all
         hidden = torch.ones(rows)
         for window, layer in enumerate(model.layers.values()):

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.llama import Llama, LlamaArgs
 from tests.support.deep import deep_rows
 from torchtitan_cp.attention import OPERATOR, AttentionMask, Plan, attend, make_plan
+from torchtitan_cp.config.sections import Activation, Compile
 from torchtitan_cp.parallel import apply
 from torchtitan_cp.parallel.activation import (
     _is_kept,
     _saving_contexts,
-    apply_activation_checkpointing,
+    checkpointed,
     recomputed,
-    tile_mlps,
 )
 from torchtitan_cp.parallel.offload import HostMemory, OffloadedTensor, restore
 
@@ -77,12 +78,13 @@ class CountingMemory(HostMemory):
 
 def offloaded(model: Llama, kind: str, tiles: int, compiled: bool, device: str) -> CountingMemory:
     host = CountingMemory(torch.device(device), min_bytes=1024)
-    tile_mlps(model, tiles)
-    apply_activation_checkpointing(model, kind, host, compiled=compiled)
-    if compiled:
-        apply.apply_compile(model, "default")
-    for layer in model.layers.values():
-        layer.forward = host.offload_saved(layer.forward, layer)  # type: ignore[method-assign]
+    activation = Activation(checkpoint=kind, mlp_tiles=tiles, offload=True)
+    with (
+        patch.object(apply, "HostMemory", lambda _: host),
+        patch.object(torch.accelerator, "current_device_index", lambda: 0),
+    ):
+        # For a CPU it would not offload.
+        apply.wrap_blocks(model, activation, Compile(enable=compiled), "cuda")
     return host
 
 
@@ -113,7 +115,7 @@ def test_gradients_are_the_same_bits_and_what_is_kept_was_offloaded(
     kind: str, tiles: int, compiled: bool, order: str, device: str
 ) -> None:
     plain, model = make_model(device), make_model(device)
-    tile_mlps(plain, tiles)
+    apply.wrap_blocks(plain, Activation(mlp_tiles=tiles), Compile(), device)
     want = gradients(plain, device, ORDERS[order])
     host = offloaded(model, kind, tiles, compiled, device)
     offloaded_bytes = KINDS[kind, tiles, compiled]
@@ -179,7 +181,8 @@ def test_a_tensor_saved_twice_comes_back_twice() -> None:
 def test_the_attention_is_not_run_twice_when_it_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     model, runs = make_model("cpu"), []
     host = HostMemory(torch.device("cpu"), min_bytes=1)
-    apply_activation_checkpointing(model, "attention_saved", host, compiled=False)
+    for layer in model.layers.values():
+        layer.forward = checkpointed(layer.forward, "attention_saved", host, compiled=False)  # type: ignore[method-assign]
     with Counted(runs):
         gradients(model, "cpu", iter)
     assert len(runs) == 2 * SHAPE.n_layers
@@ -234,7 +237,7 @@ def test_a_tensor_is_fetched_while_the_one_kept_after_it_is_used() -> None:
 
 
 def test_a_cpu_says_that_offloading_is_inactive(caplog: pytest.LogCaptureFixture) -> None:
-    assert apply.host_memory("cpu") is None
+    apply.wrap_blocks(make_model("cpu"), Activation(offload=True), Compile(), "cpu")
     assert "activation.offload is inactive" in caplog.text
 
 
@@ -246,11 +249,7 @@ def test_the_device_holds_less(kind: str) -> None:
         shape = LlamaArgs(512, 8, 8, 8, 64, 512, vocab_size=61)
         model = Llama(shape, attend_layer).to("cuda", torch.bfloat16)
         model.set_rope([1.0] * 32, 1.0, torch.device("cuda"))
-        host = HostMemory(torch.device("cuda"))
-        apply_activation_checkpointing(model, kind, host if offload else None, compiled=False)
-        if offload:
-            for layer in model.layers.values():
-                layer.forward = partial(host.offload_saved(layer.forward, layer))  # type: ignore[method-assign]
+        apply.wrap_blocks(model, Activation(checkpoint=kind, offload=offload), Compile(), "cuda")
         tokens = torch.zeros(1, 16384, dtype=torch.int64, device="cuda")
         positions = torch.arange(16384, device="cuda")
         gc.collect()  # the model before it holds itself, as its blocks' forwards are replaced

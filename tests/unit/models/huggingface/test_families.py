@@ -13,9 +13,10 @@ from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, LACKING, as_markdown, eager_model
 from tests.support.huggingface_parity import Row, compare, copy_weights
 from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.config.sections import Activation, Compile
 from torchtitan_cp.data.batches.loader import BatchLayout
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy
-from torchtitan_cp.parallel.activation import apply_activation_checkpointing
+from torchtitan_cp.parallel.apply import wrap_blocks
 from torchtitan_cp.training.model import LayerAttention
 
 SEQ_LEN = 96
@@ -41,7 +42,7 @@ def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, c
     for name, bias in model.named_buffers():
         if any(bias is own for own in model.router_biases.values()):
             theirs[name].copy_(bias.normal_(0.0, 0.2))
-    apply_activation_checkpointing(model, checkpoint, None, compiled=False)
+    wrap_blocks(model, Activation(checkpoint=checkpoint), Compile(), device)
     model.to(device).reset_rope(SEQ_LEN, torch.device(device))
     tokens, labels = torch.randint(args.look.vocab_size, (2, 2, SEQ_LEN))
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
