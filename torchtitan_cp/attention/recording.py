@@ -1,4 +1,4 @@
-"""What a model does in one step: what its modules take and give, and the attentions that reach us."""
+"""Records what a model does in one step: inputs and outputs of its modules, and the attention calls that reach us."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,14 +18,14 @@ from torchtitan_cp.attention.operator import OPERATOR
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
 
-SKETCH = 8  # random combinations of features that stand for them
+SKETCH = 8  # features are recorded as this many random combinations
 Event = tuple[str, str]  # name of the module; "in", "out", or "q", "k", "v" of its attention
 
 
 class CallInfo(NamedTuple):
-    """An attention that reached us: (Hq, Hkv), (Dqk, Dv), and its options. Its q, k and v are events.
+    """An attention call that reached us: (Hq, Hkv), (Dqk, Dv) and its options. Its q, k and v are events.
 
-    A gated delta rule is one with a recurrent state: (Hv, Hk), (K, V).
+    A gated delta rule is recorded as a recurrent call, with (Hv, Hk), (K, V).
     """
 
     heads: tuple[int, int]
@@ -39,14 +39,14 @@ class CallInfo(NamedTuple):
 
 @dataclass
 class Trace:
-    """What one forward did.
+    """What one step did.
 
     Attributes:
-        events: what modules take and give, in order, as sketches `[B, S/P, 8]`; q, k, v `[B, S/P, H, D]`.
-        calls: attentions that reached us, by module; the first of each.
+        events: inputs and outputs of modules, in order, as sketches `[B, S/P, 8]`; q, k, v `[B, S/P, H, D]`.
+        calls: the first attention call of each module that reached us.
         attending: modules that computed a softmax or another attention.
-        first: the first module, and how many tokens of a sequence it gave.
-        loss: this rank's share; peak_bytes: what the step adds; error: what it raised.
+        first: the first module, and how many tokens of a sequence its output has.
+        loss: this rank's share; error: what the step raised.
     """
 
     events: dict[Event, Tensor] = field(default_factory=dict)
@@ -54,7 +54,6 @@ class Trace:
     attending: set[str] = field(default_factory=set)
     first: tuple[str, float] | None = None
     loss: float = 0.0
-    peak_bytes: int = 0
     error: str = ""
 
 
@@ -63,28 +62,26 @@ class ModelRun(NamedTuple):
 
     Attributes:
         step: (position whose token is changed in the first sequence, or None) -> share of the loss. A forward, and a
-            backward where gradients are enabled.
-        gradients: full gradients by name on the host; the model's are then freed. Collective on ranks.
-        measure_peak: begins to measure; the function that it returns says what memory was needed on top, in bytes.
+            backward if gradients are enabled.
+        gradients: returns full gradients by name on the host, and frees the model's. Collective on ranks.
     """
 
     model: nn.Module
     step: Callable[[int | None], Any]
     gradients: Callable[[], dict[str, Tensor]]
-    measure_peak: Callable[[], Callable[[], int]]
 
 
 class _Recorder(TorchDispatchMode):
-    """Fills a trace while it is entered; see `record`."""
+    """Fills a trace while it is active; see `record`."""
 
     def __init__(self, model: nn.Module, trace: Trace, sequences: int, tokens: int, own_values: bool) -> None:
         super().__init__()
         self.names = {module: name for name, module in model.named_modules()}
         self.trace, self.sequences, self.tokens, self.own_values = trace, sequences, tokens, own_values
-        self.entered = [""]
+        self.running = [""]  # the modules that are running, by name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        layer = self.entered[-1]
+        layer = self.running[-1]
         if func is OPERATOR:
             q, k, v, sinks, _, handle, scale, softcap, _ = args
             heads, dims = zip(q.shape[2:], v.shape[2:], strict=True)
@@ -110,14 +107,15 @@ class _Recorder(TorchDispatchMode):
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if module in self.names:
-            self.entered.append(self.names[module])
+            self.running.append(self.names[module])
 
     def leave(self, module: nn.Module, args: Any, named: Any, out: Any) -> None:
         if module in self.names:
-            name = self.entered.pop()
-            if name in self.entered:  # a head that calls the output layer
+            name = self.running.pop()
+            if name in self.running:  # a head that calls the output layer
                 return
-            # Ranks may ask a rotary embedding for its kinds of layers in any order: transformers loops over a set.
+            # transformers calls a rotary embedding once for each kind of layer, in the order of a set: not the same
+            # on each rank.
             kind = "".join(f" {x}" for x in (*args, *named.values()) if isinstance(x, str))
             if not any(module.children()):
                 self.note(name, f"in{kind}", args)
@@ -125,8 +123,8 @@ class _Recorder(TorchDispatchMode):
 
     @torch.no_grad()
     def note(self, name: str, side: str, value: Any) -> None:
-        found = (x.detach() for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point())
-        x = next((x for x in found if x.ndim > 1), None)
+        tensors = (x.detach() for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point())
+        x = next((x for x in tensors if x.ndim > 1), None)
         if x is None or (name, side) in self.trace.events:
             return
         if self.trace.first is None:
@@ -140,42 +138,42 @@ class _Recorder(TorchDispatchMode):
 
 
 def sketch(rows: Tensor) -> Tensor:
-    """`[.., F] -> [.., 8]`: random combinations of the features, the same everywhere, which keep differences."""
+    """`[.., F] -> [.., 8]`: random combinations of the features, the same on every rank. Differences stay visible."""
     generator = torch.Generator().manual_seed(rows.shape[-1])
     return rows.float() @ torch.randn(rows.shape[-1], SKETCH, generator=generator).to(rows.device)
 
 
-def record(side: ModelRun, sequences: int, tokens: int, changed: int | None = None, own_values: bool = False) -> Trace:
+def record(run: ModelRun, sequences: int, tokens: int, changed: int | None = None, own_values: bool = False) -> Trace:
     """Run a step and record it.
 
     Args:
-        sequences: B; tokens: of each on this rank.
-        own_values: every attention that reaches us returns its v; without gradients.
+        sequences: B.
+        tokens: of each sequence on this rank.
+        own_values: every attention that reaches us returns its v; only without gradients.
     """
-    trace, peak_bytes = Trace(), side.measure_peak()
-    recorder = _Recorder(side.model, trace, sequences, tokens, own_values)
+    trace = Trace()
+    recorder = _Recorder(run.model, trace, sequences, tokens, own_values)
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(recorder.enter).remove)
         stack.callback(register_module_forward_hook(recorder.leave, with_kwargs=True).remove)
         stack.enter_context(recorder)
         try:
-            trace.loss = float(side.step(changed))
+            trace.loss = float(run.step(changed))
         except Exception as error:
             trace.error = f"{type(error).__name__}: {error}"
-    trace.peak_bytes = peak_bytes()
     return trace
 
 
 def gather_trace(trace: Trace, plan: Plan, ranks: list[int]) -> Trace:
-    """The trace of the whole sequence from those of its ranks. Collective over all ranks of the job."""
+    """The trace of the whole sequence, from the traces of its ranks. Collective over all ranks of the job."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, trace)
     shards: list[Trace] = [everyone[rank] for rank in ranks]
-    # The model's own plans decide what lies where; a wrong mask may give another layout.
+    # The plans of the model's calls say where tokens lie; with a wrong mask that may be another layout.
     plans = [call.plan for call in trace.calls.values() if call.plan.sequence_length == plan.sequence_length]
     order = torch.cat([[*plans, plan][0].layout.positions(rank) for rank in range(plan.ranks)]).argsort()
     common = [key for key in trace.events if all(key in shard.events for shard in shards)]
     trace.events = {key: torch.cat([shard.events[key] for shard in shards], 1)[:, order] for key in common}
-    trace.loss, trace.peak_bytes = sum(shard.loss for shard in shards), max(shard.peak_bytes for shard in shards)
+    trace.loss = sum(shard.loss for shard in shards)
     trace.error = next((shard.error for shard in shards if shard.error), "")
     return trace

@@ -163,7 +163,7 @@ def test_heads_in_parts_give_what_all_of_them_give(ranks: Callable[[int], RankPo
 
 def run_stand_in(rule: str, layout: str, l2norm: bool) -> dict[str, list[Tensor]]:
     before: Any = flash_linear.is_available, flash_linear.find_rules
-    flash_linear.is_available = lambda inputs, plan: bool(flash_linear.own_segments(plan))
+    flash_linear.is_available = lambda inputs, plan: bool(flash_linear.local_segments(plan))
     flash_linear.find_rules = lambda: (stand_in, stand_in)  # type: ignore[assignment]
     cases = {
         name: Case(name, "4 of 4" if l2norm else "8 of 2", rule, "soft", "between", l2norm, torch.float64)

@@ -18,7 +18,7 @@ from tests.support.linear_cases import (
 from torchtitan_cp.attention import AttentionMask, gated_delta_rule, make_plan
 from torchtitan_cp.attention.linear import flash_linear
 from torchtitan_cp.attention.linear.kernel import TorchKernel
-from torchtitan_cp.attention.linear.states import Inputs, own_segments
+from torchtitan_cp.attention.linear.states import Inputs, local_segments
 from torchtitan_cp.attention.merge import accumulation_dtype
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -67,7 +67,7 @@ def test_fused_kernels_give_what_chunks_in_torch_give_on_each_of_four_ranks(
         exact = Inputs(*(x.double() for x in inputs))
         fused = flash_linear.FlashKernel(inputs, plan, SCALE, "normalized_delta", upstream)
         plain = TorchKernel(exact, plan, SCALE, "normalized_delta", upstream.double())
-        segments = own_segments(plan)
+        segments = local_segments(plan)
         runs, states = len(plan.layout.spans[rank]), (len(q), 4, q.shape[-1], v.shape[-1])
         entering, leaving = (
             0.1 * torch.randn(runs, *states, generator=generator, dtype=torch.float64).to(device) for _ in range(2)

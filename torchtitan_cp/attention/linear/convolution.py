@@ -1,7 +1,7 @@
 """A short causal convolution of each channel, over documents that lie on several ranks.
 
-The first positions of a run want the W - 1 before them, wherever these are: on up to W - 1 other ranks. They are the
-keys of a window of W: they travel as such, and backward their gradients travel home.
+The first positions of a run need the W - 1 positions before them, which may lie on up to W - 1 other ranks. Those are
+what a ring sends under a window of W, so they are sent like keys, and their gradients are sent back.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torchtitan_cp.attention.compiling import with_autograd
 from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.layout import cut_by_document, documents_of
 from torchtitan_cp.attention.linear.operator import check_inputs
-from torchtitan_cp.attention.linear.states import ROWS, document_offsets
+from torchtitan_cp.attention.linear.states import INDEX_CACHE, document_offsets
 from torchtitan_cp.attention.mask import Span, count_rows, merge_spans
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import operator
@@ -34,14 +34,15 @@ def causal_conv(
 ) -> Tensor:
     """A causal depthwise convolution of each document, differentiable. Collective over the plan's group.
 
-    Token t of a document becomes the sum over w < W of weight[:, W - 1 - w] x[t - w], as far as the document reaches.
+    Token t of a document becomes the sum over w < W of weight[:, W - 1 - w] x[t - w], where x is zero before the
+    document's first token.
 
     Args:
         x: `[B, S/P, C]`.
-        weight: `[C, W]`, the last column for the token itself, as of torch.nn.Conv1d without its middle dim. Its
-            gradient, like the bias's, is that of this rank's outputs: sum it over the ranks.
+        weight: `[C, W]`, torch.nn.Conv1d's without its middle dim; the last column is for the token itself. The
+            gradients of weight and bias come from this rank's outputs only: sum them over the ranks.
         plan: this rank's, of any layout and packing; its mask is causal and has no window.
-        bias: `[C]`; it and weight may have another floating dtype than x.
+        bias: `[C]`; weight and bias may have another floating dtype than x.
         activation: "silu", or None.
 
     Returns:
@@ -54,84 +55,89 @@ def causal_conv(
     if activation is not None:
         check_name("activation", activation, ("silu",))
     inputs = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    fits = [y.ndim for y in inputs.values()] == [3, 2, 1][: len(inputs)] and x.shape[1] == plan.local_tokens
-    fits = fits and {len(y) for y in (weight, bias) if y is not None} == {x.shape[2]}
+    fits = x.ndim == 3 and x.shape[1] == plan.local_tokens and weight.ndim == 2 and len(weight) == x.shape[2]
+    fits = fits and (bias is None or bias.shape == x.shape[2:])
     check_inputs(plan, fits, "causal_conv takes x [B, S/P, C], weight [C, W] and bias [C]", inputs)
     return convolve(list(inputs.values()), plan.handle, activation is not None)
 
 
 @keep_newest
-def _find_reads(plan: Plan, width: int) -> tuple[list[Spans], list[int], Spans, Spans]:
-    """What travels, as in a ring under a window of W: each rank's rows that another reads, and its own to itself.
+def _plan_exchange(plan: Plan, width: int) -> tuple[list[Spans], list[int], Spans, Spans]:
+    """The rows that this rank sends and receives, its own among them, and their order in the sequence.
 
     Returns:
-        per rank, the local rows that it gets, and how many it gives; the order in the sequence of W - 1 zeros and
-        what this rank gets then, in rank order; where this rank's rows are in that order, behind the zeros.
+        (for each rank, the local rows that it is sent; how many rows each rank sends here; the spans that put W - 1
+        zeros followed by the received rows, by rank, in the order of the sequence; the spans of this rank's rows in
+        that order, counted after the zeros).
     """
     steps = ring_steps(plan.layout, plan.mask.windowed(width), plan.sequence_length, plan.rank)
-    given = [step.send for step in sorted(steps, key=lambda step: step.target)]
-    taken = [count_rows(step.receive) for step in sorted(steps, key=lambda step: step.source)]
-    held = list(plan.layout.spans[plan.rank])
+    sent = [step.send for step in sorted(steps, key=lambda step: step.target)]
+    received = [count_rows(step.receive) for step in sorted(steps, key=lambda step: step.source)]
+    read = list(plan.layout.spans[plan.rank])
     for _, segments in documents_of(plan.layout, plan.mask, plan.sequence_length):
-        held += [(max(segments[0].start, s.start - width + 1), s.stop) for s in segments if s.rank == plan.rank]
-    places, order, own, place = [*accumulate(taken, initial=width - 1)], [(0, width - 1)], list[Span](), 0
-    for rank, _, start, stop in chain(*cut_by_document(plan.layout, merge_spans(held))):
-        order.append((places[rank], places[rank] + stop - start))
-        own += [(place, place + stop - start)] if rank == plan.rank else []
-        places[rank], place = places[rank] + stop - start, place + stop - start
-    return given, taken, tuple(order), tuple(own)
+        read += [(max(segments[0].start, s.start - width + 1), s.stop) for s in segments if s.rank == plan.rank]
+    next_row = [*accumulate(received, initial=width - 1)]
+    order, local, position = [(0, width - 1)], list[Span](), 0
+    for rank, _, start, stop in chain(*cut_by_document(plan.layout, merge_spans(read))):
+        rows = stop - start
+        order.append((next_row[rank], next_row[rank] + rows))
+        if rank == plan.rank:
+            local.append((position, position + rows))
+        next_row[rank] += rows
+        position += rows
+    return sent, received, tuple(order), tuple(local)
 
 
-def _trade(parts: Sequence[Tensor], rows: list[int], plan: Plan) -> list[Tensor]:
-    """Give part i `[B, s, C]` to rank i, and get so many rows from it."""
-    shapes = [[(len(parts[0]), count, parts[0].shape[2])] for count in rows]
+def _trade(parts: Sequence[Tensor], counts: list[int], plan: Plan) -> list[Tensor]:
+    """Send part i `[B, s, C]` to rank i, and receive `counts[i]` rows from it."""
+    shapes = [[(len(parts[0]), count, parts[0].shape[2])] for count in counts]
     flat = [x.contiguous().flatten() for x in parts]  # a single row flattens to a view, whatever its stride
     return [x for (x,) in find_group(plan.groups, plan.ranks).uneven_all_to_all(flat, shapes)]
 
 
-def _hold(x: Tensor, plan: Plan, width: int) -> Tensor:
-    """W - 1 zeros, and behind them what this rank gets, `[B, held, C]`."""
-    given, taken, *_ = _find_reads(plan, width)
-    got = _trade([rows_in(x, spans) for spans in given], taken, plan)
-    return torch.cat([x.new_zeros(len(x), width - 1, x.shape[2]), *got], 1)
+def _gather_rows(x: Tensor, plan: Plan, width: int) -> Tensor:
+    """W - 1 zeros, and after them the rows that this rank receives, `[B, s, C]`."""
+    sent, counts, *_ = _plan_exchange(plan, width)
+    received = _trade([rows_in(x, spans) for spans in sent], counts, plan)
+    return torch.cat([x.new_zeros(len(x), width - 1, x.shape[2]), *received], 1)
 
 
-def _places(plan: Plan, width: int, like: Tensor) -> tuple[Tensor, ...]:
-    """`_find_reads`' order, and where this rank's rows are in it, as indices on the device of `like`.
+def _order_indices(plan: Plan, width: int, like: Tensor) -> tuple[Tensor, ...]:
+    """The last two results of `_plan_exchange` as indices on the device of `like`.
 
-    To slice each span would take a gradient of the whole sequence for each document that lies apart.
+    Slicing by spans instead would make backward a gradient of the whole sequence for each document that is cut.
     """
 
     def make() -> tuple[Tensor, ...]:
-        indices = (torch.cat([torch.arange(*span) for span in spans]) for spans in _find_reads(plan, width)[2:])
+        indices = (torch.cat([torch.arange(*span) for span in spans]) for spans in _plan_exchange(plan, width)[2:])
         return tuple(to_device(index, like) for index in indices)
 
-    return ROWS.get(("convolution", plan, width), like, make)
+    return INDEX_CACHE.get(("convolution", plan, width), like, make)
 
 
-def _convolve(plan: Plan, silu: bool, held: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The convolution of a rank's rows; differentiable."""
-    width, dtype, own_offsets = weight.shape[1], accumulation_dtype(held.dtype), document_offsets(plan, held)
-    order, own = _places(plan, width, held)
-    # Widened once, so that the gradients of all reads add up in fp32.
-    rows = held.to(dtype).index_select(1, order)
-    offsets = own_offsets.new_full((len(own_offsets), rows.shape[1] - width + 1, 1), -1)
-    offsets.index_copy_(1, own, own_offsets.unsqueeze(-1))
+def _convolve(plan: Plan, silu: bool, gathered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The convolution of this rank's rows, from `_gather_rows`; differentiable."""
+    width, dtype, local_offsets = weight.shape[1], accumulation_dtype(gathered.dtype), document_offsets(plan, gathered)
+    order, local = _order_indices(plan, width, gathered)
+    # Cast before the loop, so that the gradients of all reads add up in fp32.
+    rows = gathered.to(dtype).index_select(1, order)
+    offsets = local_offsets.new_full((len(local_offsets), rows.shape[1] - width + 1, 1), -1)
+    offsets.index_copy_(1, local, local_offsets.unsqueeze(-1))
     total = rows.new_zeros(()) if bias is None else bias.to(dtype)
     for distance in range(width):
-        # What lies further back than the document's first token is another's.
+        # A token nearer than this to its document's start would read another document's.
         read = rows[:, width - 1 - distance : rows.shape[1] - distance].where(offsets >= distance, 0.0)
         total = total + read * weight[:, width - 1 - distance].to(dtype)
     total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0)
-    return total.to(held.dtype).index_select(1, own)
+    return total.to(gathered.dtype).index_select(1, local)
 
 
 @operator("causal_conv")
 def convolve(inputs: list[Tensor], handle: Tensor, silu: bool) -> Tensor:
-    """`[B, S/P, C]` of x, weight and perhaps bias."""
+    """`[B, S/P, C]` from x, weight and, if there is one, bias."""
     plan, (x, *parameters) = find_plan(handle), inputs
     plan.check_batch(len(x))
-    return _convolve(plan, silu, _hold(x, plan, parameters[0].shape[1]), *parameters)
+    return _convolve(plan, silu, _gather_rows(x, plan, parameters[0].shape[1]), *parameters)
 
 
 @operator("causal_conv_backward")
@@ -140,12 +146,12 @@ def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: 
     plan, (x, *parameters) = find_plan(handle), inputs
     width = parameters[0].shape[1]
     with with_autograd(), torch.enable_grad():
-        leaves = [y.detach().requires_grad_() for y in (_hold(x, plan, width), *parameters)]
-        dheld, *dparameters = torch.autograd.grad(_convolve(plan, silu, *leaves), leaves, dout)
-    given, taken, *_ = _find_reads(plan, width)
-    _, *parts = dheld.split([width - 1, *taken], 1)
+        leaves = [y.detach().requires_grad_() for y in (_gather_rows(x, plan, width), *parameters)]
+        dgathered, *dparameters = torch.autograd.grad(_convolve(plan, silu, *leaves), leaves, dout)
+    sent, counts, *_ = _plan_exchange(plan, width)
+    _, *parts = dgathered.split([width - 1, *counts], 1)
     dx = x.new_zeros(x.shape)
-    for spans, part in zip(given, _trade(parts, list(map(count_rows, given)), plan), strict=True):
+    for spans, part in zip(sent, _trade(parts, list(map(count_rows, sent)), plan), strict=True):
         add_rows(dx, spans, part)
     return [dx, *dparameters]
 

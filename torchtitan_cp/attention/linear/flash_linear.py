@@ -1,16 +1,15 @@
-"""flash-linear-attention's fused kernels for a rank's rows; the only place that knows that package.
+"""flash-linear-attention's fused kernels for a rank's rows. No other file knows that package.
 
-Of its public functions the first state and the last one are used: over a document's rows on this rank a pass gives the
-outputs and the state that leaves, and its backward the gradients of both ends. A, B and G are passes too: columns of a
-state do not know each other, so that A is the last state of columns that begin as the identity and get no values.
-Names and semantics: `chunk_gated_delta_rule` and `chunk_kda` of fla-core 0.5 and 0.6.
+We use the initial and the final state of its public functions. A pass over a document's rows on this rank returns the
+outputs and the state that leaves; its backward returns the gradients of the rows and of the state that enters. A, B and
+G are passes too. Columns of a state do not depend on each other, so A is the final state of columns that start as the
+identity and get no values. Names and semantics: `chunk_gated_delta_rule` and `chunk_kda` of fla-core 0.5 and 0.6.
 """
 
 import importlib
 import logging
-import re
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
@@ -18,10 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from torchtitan_cp.attention.caching import to_device
 from torchtitan_cp.attention.compiling import with_autograd
-from torchtitan_cp.attention.linear.states import ROWS, DocumentSegment, Inputs, own_segments
+from torchtitan_cp.attention.linear.states import INDEX_CACHE, DocumentSegment, Inputs, local_segments
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @lru_cache(maxsize=1)
 def find_rules() -> tuple[Any, Any] | None:
-    """(its gated delta rule, its Kimi delta attention), or None where the package is missing."""
+    """(its gated delta rule, its Kimi delta attention); None if the package is missing."""
     try:
         rules = [importlib.import_module(f"fla.ops.{name}") for name in ("gated_delta_rule", "kda")]
         return rules[0].chunk_gated_delta_rule, rules[1].chunk_kda
@@ -41,43 +41,40 @@ def find_rules() -> tuple[Any, Any] | None:
 
 @lru_cache(maxsize=1)
 def has_right_backward() -> bool:
-    """Whether Triton compiles the backward of its gated delta rule to right numbers on this GPU; not Kimi's.
+    """Whether Triton compiles the package's backward of the gated delta rule correctly on this GPU.
 
-    From 3.4 to 3.7.0 it does not on Hopper, so that fla 0.6 raises there in the first backward, unless it finds
-    tilelang (flash-linear-attention issue 640).
+    Triton 3.4 to 3.7.0 does not on Hopper. There fla 0.6 raises in the first backward, unless it finds tilelang
+    (flash-linear-attention issue 640). Kimi's rule is not affected.
     """
-    try:
-        release = tuple(int(part) for part in re.findall(r"\d+", version("triton"))[:3])
-    except PackageNotFoundError:
-        return True  # and no fla either
-    wrong = (3, 4) <= release < (3, 7, 1) and torch.cuda.get_device_capability()[0] == 9 and not find_spec("tilelang")
+    triton, on_hopper = TorchVersion(version("triton")), torch.cuda.get_device_capability()[0] == 9
+    wrong = triton >= "3.4" and triton < "3.7.1" and on_hopper and not find_spec("tilelang")
     if wrong:
         logger.warning(
-            f"gated delta nets run in torch, which is slower: Triton {'.'.join(map(str, release))} compiles their "
-            "fused backward to wrong numbers on this GPU; install tilelang, or Triton 3.7.1 or later"
+            f"gated delta nets run in torch, which is slower: Triton {triton} compiles their fused backward to wrong "
+            "numbers on this GPU; install tilelang, or Triton 3.7.1 or later"
         )
     return not wrong
 
 
 def is_available(inputs: Inputs, plan: Plan) -> bool:
-    """Whether the fused kernels take these rows: on CUDA, in 16 bits, as they multiply fp32 in fewer."""
+    """Whether the fused kernels can compute these rows: on CUDA, and in 16 bits, as they multiply fp32 less exactly."""
     fits = inputs.q.is_cuda and inputs.q.dtype.itemsize == 2 and inputs.q.shape[-1] <= 256
-    fits = fits and len(inputs.q) > 0 and bool(own_segments(plan)) and find_rules() is not None
+    fits = fits and len(inputs.q) > 0 and bool(local_segments(plan)) and find_rules() is not None
     return fits and (inputs.g.shape[-1] > 1 or has_right_backward())
 
 
 class FlashKernel:
     """See kernel.TorchKernel."""
 
-    def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
+    def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Any) -> None:
         self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
-        self.key_dim, self.segments = inputs.q.shape[-1], self._by_row(own_segments(plan))
+        self.key_dim, self.segments = inputs.q.shape[-1], self._split_rows(local_segments(plan))
         (batch, _, heads, value_dim), dtype = inputs.v.shape, accumulation_dtype(inputs.q.dtype)
         self.zeros = inputs.v.new_zeros((batch, heads, self.key_dim, value_dim), dtype=dtype)
 
     def summarize(self, segment: DocumentSegment) -> Tensor:
         """See TorchKernel."""
-        segments, inputs, start = self._by_row([segment]), self.inputs, self.zeros[segment.rows]
+        segments, inputs, start = self._split_rows([segment]), self.inputs, self.zeros[segment.rows]
         if segment.offset:
             identity = torch.eye(self.key_dim, dtype=start.dtype, device=start.device)
             start = torch.cat([identity.expand(*start.shape[:2], -1, -1), start], -1)
@@ -86,30 +83,32 @@ class FlashKernel:
 
     def outputs(self, entering: Tensor) -> Tensor:
         """See TorchKernel."""
-        rows, _ = self._run(self.inputs, self.segments, self._at([s.offset > 0 for s in self.segments], entering))
-        whole = torch.zeros_like(self.inputs.v)
-        index, _ = self._places(self.segments)
-        return whole.flatten(0, 1).index_copy(0, index, rows[0].to(whole.dtype)).view_as(whole)
+        starts = self._states_of_segments([s.offset > 0 for s in self.segments], entering)
+        rows, _ = self._run(self.inputs, self.segments, starts)
+        out = torch.zeros_like(self.inputs.v)
+        index, _ = self._row_index(self.segments)
+        return out.flatten(0, 1).index_copy(0, index, rows[0].to(out.dtype)).view_as(out)
 
     def gradient_inside(self, segment: DocumentSegment) -> Tensor:
         """See TorchKernel."""
-        segments = self._by_row([segment])
+        segments = self._split_rows([segment])
         with with_autograd(), torch.enable_grad():
             start = self.zeros[segment.rows].requires_grad_()
             out, _ = self._run(self.inputs, segments, start)
-            return torch.autograd.grad(out, start, self._rows(self.dout, segments))[0]
+            return torch.autograd.grad(out, start, self._select_rows(self.dout, segments))[0]
 
     def gradients(self, entering: Tensor, leaving: Tensor) -> list[Tensor]:
         """See TorchKernel."""
         with with_autograd(), torch.enable_grad():
             leaves = Inputs(*(x.detach().requires_grad_() for x in self.inputs))
-            ends = self._run(leaves, self.segments, self._at([s.offset > 0 for s in self.segments], entering))
-            dends = self._rows(self.dout, self.segments), self._at([s.continues for s in self.segments], leaving)
-            return list(torch.autograd.grad(ends, leaves, dends))
+            starts = self._states_of_segments([s.offset > 0 for s in self.segments], entering)
+            dlast = self._states_of_segments([s.continues for s in self.segments], leaving)
+            results = self._run(leaves, self.segments, starts)
+            return list(torch.autograd.grad(results, leaves, (self._select_rows(self.dout, self.segments), dlast)))
 
     def _run(self, inputs: Inputs, segments: list[DocumentSegment], start: Tensor) -> tuple[Tensor, Tensor]:
-        """(outputs of these segments' rows one after the other, `[1, rows, Hv, V]`, their last states)."""
-        q, k, v, g, beta = (self._rows(x, segments) for x in inputs)
+        """(outputs of these segments' rows one after the other, `[1, rows, Hv, V]`; their final states)."""
+        q, k, v, g, beta = (self._select_rows(x, segments) for x in inputs)
         rule = (find_rules() or ())[g.shape[-1] > 1]
         return rule(
             *(q, k, v, g if g.shape[-1] > 1 else g.squeeze(-1), beta.squeeze(-1)),
@@ -117,15 +116,15 @@ class FlashKernel:
             initial_state=start,
             output_final_state=True,
             use_qk_l2norm_in_kernel=self.l2norm,
-            cu_seqlens=self._places(segments)[1],
+            cu_seqlens=self._row_index(segments)[1],
         )
 
-    def _by_row(self, segments: list[DocumentSegment]) -> list[DocumentSegment]:
-        """One for each batch row."""
-        return [one._replace(row=row) for one in segments for row in range(len(self.inputs.q))[one.rows]]
+    def _split_rows(self, segments: list[DocumentSegment]) -> list[DocumentSegment]:
+        """The segments of each batch row."""
+        return [s._replace(row=row) for s in segments for row in range(len(self.inputs.q))[s.rows]]
 
-    def _places(self, segments: list[DocumentSegment]) -> tuple[Tensor, Tensor]:
-        """(the rows of segments, one after the other; `[segments + 1]`, how many there are before each)."""
+    def _row_index(self, segments: list[DocumentSegment]) -> tuple[Tensor, Tensor]:
+        """(indices of the segments' rows, one segment after the other; `[segments + 1]`, the rows before each)."""
         like, tokens = self.inputs.q, self.inputs.q.shape[1]
 
         def make() -> tuple[Tensor, Tensor]:
@@ -133,18 +132,17 @@ class FlashKernel:
             before = torch.tensor([*accumulate((s.tokens for s in segments), initial=0)])
             return to_device(torch.cat(rows), like), to_device(before, like)
 
-        return ROWS.get(("places", tuple(segments), tokens), like, make)
+        return INDEX_CACHE.get(("rows of segments", tuple(segments), tokens), like, make)
 
-    def _rows(self, x: Tensor | None, segments: list[DocumentSegment]) -> Tensor:
-        assert x is not None
-        return x.flatten(0, 1).index_select(0, self._places(segments)[0]).unsqueeze(0)
+    def _select_rows(self, x: Tensor, segments: list[DocumentSegment]) -> Tensor:
+        return x.flatten(0, 1).index_select(0, self._row_index(segments)[0]).unsqueeze(0)
 
-    def _at(self, places: list[bool], states: Tensor) -> Tensor:
-        """Those of each segment's run, or zeros, `[segments, H, K, V]`."""
-        where = [s.run * states.shape[1] + s.row for s in self.segments]
+    def _states_of_segments(self, has_state: list[bool], states: Tensor) -> Tensor:
+        """The state of each segment's run, or zeros where it has none, `[segments, H, K, V]`."""
+        runs = [s.run * states.shape[1] + s.row for s in self.segments]
 
         def make() -> tuple[Tensor, Tensor]:
-            return to_device(torch.tensor(where), states), to_device(torch.tensor(places), states)
+            return to_device(torch.tensor(runs), states), to_device(torch.tensor(has_state), states)
 
-        index, wanted = ROWS.get(("states", tuple(where), tuple(places)), states, make)
-        return torch.where(wanted[:, None, None, None], states.flatten(0, 1).index_select(0, index), 0.0)
+        index, mask = INDEX_CACHE.get(("states of segments", tuple(runs), tuple(has_state)), states, make)
+        return torch.where(mask[:, None, None, None], states.flatten(0, 1).index_select(0, index), 0.0)

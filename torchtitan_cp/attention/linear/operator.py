@@ -1,8 +1,8 @@
-"""The gated delta rule across ranks as an operator of torch.library, like attention: by the number of a plan.
+"""The gated delta rule across ranks as an operator of torch.library, which like attention finds its plan by number.
 
 Strategy `state` computes all heads of a rank's rows, and passes states between ranks. Strategy `all_to_all` trades
-heads for sequence, and computes some heads of all rows. Backward makes a chunk's factors again; what it keeps
-besides the inputs are the states that enter a rank's runs, or what it received in trade.
+heads for sequence, and computes some heads of all rows. For backward, which computes the factors of chunks again,
+`state` keeps the inputs and the states that enter the runs, and `all_to_all` the inputs that it received.
 """
 
 import logging
@@ -47,13 +47,13 @@ def gated_delta_rule(
         q, k: `[B, S/P, Hk, K]`.
         v: `[B, S/P, Hv, V]` of the same dtype; Hv is a multiple of Hk, and consecutive value heads share a key head.
         g: `[B, S/P, Hv]` log gates, at most 0 (gated delta net); or `[B, S/P, Hv, K]` (Kimi delta attention).
-        beta: `[B, S/P, Hv]`, usually 0 to 1, or to 2. It and g may have another floating dtype than q, such as fp32.
+        beta: `[B, S/P, Hv]`, usually 0 to 1, or to 2. beta and g may have another floating dtype than q, such as fp32.
         plan: this rank's, of any layout and packing; its mask is causal and has no window.
         scale: default K ** -0.5.
         qk_l2norm: divide each head's query and key by their L2 norm first. Without it, keys should have norms of about
             1: the state may grow without bound otherwise.
-        strategy: "state" passes states between ranks; "all_to_all" trades heads; "auto" takes what sends less, and
-            the log says why.
+        strategy: "state" passes states between ranks; "all_to_all" trades heads; "auto" takes the one that sends less,
+            and the log says why.
 
     Returns:
         `[B, S/P, Hv, V]` in v's dtype; rows of padding are zero. Sums are fp32 (fp64 for fp64).
@@ -76,11 +76,11 @@ def selective_scan(
 
     Args:
         x: `[B, S/P, H, D]`.
-        dt: `[B, S/P, H]` step sizes, above 0: behind their bias and softplus. It and A may have another floating dtype
-            than x, such as fp32.
-        A: `[H]`, below 0. Its gradient is that of this rank's outputs: sum it over the ranks.
+        dt: `[B, S/P, H]` step sizes, above 0, after bias and softplus. dt and A may have another floating dtype than
+            x, such as fp32.
+        A: `[H]`, below 0. Its gradient comes from this rank's outputs only: sum it over the ranks.
         B, C: `[B, S/P, G, N]`; H is a multiple of G, and consecutive heads share a group. One dtype with x.
-        plan, strategy: as of `gated_delta_rule`.
+        plan, strategy: as in `gated_delta_rule`.
 
     Returns:
         `[B, S/P, H, D]` in x's dtype, without the skip D x; rows of padding are zero.
@@ -113,7 +113,12 @@ def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) ->
 
 
 def check_inputs(plan: Plan, fits: bool, takes: str, inputs: Mapping[str, Tensor]) -> None:
-    """Raise PlanError unless inputs have the shapes that an operator takes, and a plan's mask is one of a state."""
+    """Raise PlanError if inputs do not fit, or the plan's mask is not causal or has a window.
+
+    Args:
+        fits: whether the inputs have the shapes that the operator takes.
+        takes: those shapes, for the message.
+    """
     if not fits:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs.items())
         raise PlanError(f"{takes}, with S/P = {plan.local_tokens}, got {shapes}", fix="shard with plan.shard")
@@ -125,12 +130,14 @@ def check_inputs(plan: Plan, fits: bool, takes: str, inputs: Mapping[str, Tensor
 
 
 def choose_strategy(inputs: Inputs, plan: Plan, rule: str) -> tuple[str, int, int]:
-    """(what `auto` takes, bytes that a rank sends passing states, and trading heads), both before a factor (P - 1) / P.
+    """The strategy that `auto` takes: trading heads if the key heads divide by the ranks and it sends less.
 
-    Forward, a run sends A and B and gets a state; backward, it sends and gets one. That is an upper bound: a document
-    that begins or ends in a run needs less. Heads are traded where they divide and that carries less.
+    Returns:
+        (its name, bytes that a rank sends passing states, bytes that it sends trading heads), both before a factor
+        (P - 1) / P. Forward, a run sends A and B and receives a state; backward, it sends and receives one. This is an
+        upper bound, as a document that begins or ends in a run needs less.
     """
-    # torch.compile traces this function with sizes it may not know, so it must not format text.
+    # torch.compile may trace this function with symbolic sizes, so it must not format text.
     (_, tokens, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
     a_run = heads * key_dim * (map_columns(key_dim, rule) + 4 * value_dim) * accumulation_dtype(inputs.q.dtype).itemsize
     a_token = 2 * (key_heads * key_dim + heads * value_dim) * inputs.q.dtype.itemsize
@@ -148,11 +155,11 @@ def _log_choice(strategy: str, ranks: int, heads: tuple[int, int], states: int, 
 
 def _forward(inputs: Inputs, plan: Plan, scale: float, rule: str) -> tuple[Tensor, list[Tensor]]:
     """(out, [the states that enter the runs, the maps that were composed]) of this rank's rows."""
-    each_part = in_parts(inputs, plan, scale, rule)
+    run_parts = in_parts(inputs, plan, scale, rule)
     entering, maps = StateExchange(inputs, plan, rule).enter(
-        lambda segments: each_part(1, lambda kernel: [kernel.summarize(segment) for segment in segments])
+        lambda segments: run_parts(1, lambda kernel: [kernel.summarize(segment) for segment in segments])
     )
-    (out,) = each_part(2, lambda kernel, states: [kernel.outputs(states)], entering)
+    (out,) = run_parts(2, lambda kernel, states: [kernel.outputs(states)], entering)
     return out.to(inputs.v.dtype), [entering, maps]
 
 
@@ -160,15 +167,15 @@ def _backward(dout: Tensor, kept: list[Tensor], plan: Plan, scale: float, rule: 
     """The gradients of the inputs, in their dtypes.
 
     Args:
-        kept: the inputs, and what `_forward` returned, unless no state enters.
+        kept: the inputs, and unless heads were traded, what `_forward` returned.
     """
     inputs, (entering, maps) = Inputs(*kept[:5]), kept[5:] or [dout.new_empty(0)] * 2
-    each_part = in_parts(inputs, plan, scale, rule, dout)
+    run_parts = in_parts(inputs, plan, scale, rule, dout)
     leaving = StateExchange(inputs, plan, rule).leave(
-        lambda segments: each_part(1, lambda kernel: [kernel.gradient_inside(segment) for segment in segments]), maps
+        lambda segments: run_parts(1, lambda kernel: [kernel.gradient_inside(segment) for segment in segments]), maps
     )
     entering = entering if entering.numel() else torch.zeros_like(leaving)
-    gradients = each_part(2, lambda kernel, *states: kernel.gradients(*states), entering, leaving)
+    gradients = run_parts(2, lambda kernel, *states: kernel.gradients(*states), entering, leaving)
     return [x.to(y.dtype) for x, y in zip(gradients, inputs, strict=True)]
 
 
@@ -176,12 +183,12 @@ def _backward(dout: Tensor, kept: list[Tensor], plan: Plan, scale: float, rule: 
 def delta_rule(
     inputs: list[Tensor], handle: Tensor, scale: float, rule: str, ranks: int, trades: bool, most_runs: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """(out `[B, S/P, Hv, V]`, what the backward needs: inputs and states, or the inputs that were traded)."""
+    """(out `[B, S/P, Hv, V]`; what backward needs besides the inputs, or the traded inputs in place of them)."""
     plan, heads = find_plan(handle), (inputs[2].shape[2], inputs[0].shape[2])
     plan.check_batch(len(inputs[0]))
     if plan.ranks > 1:
-        sent = choose_strategy(Inputs(*inputs), plan, rule)[1:]
-        _log_choice("all_to_all" if trades else "state", plan.ranks, heads, *sent)
+        sent_bytes = choose_strategy(Inputs(*inputs), plan, rule)[1:]
+        _log_choice("all_to_all" if trades else "state", plan.ranks, heads, *sent_bytes)
     if not trades:
         return _forward(Inputs(*inputs), plan, scale, rule)
     trade = HeadAllToAll(plan, find_group(plan.groups, ranks), *heads)
@@ -197,8 +204,9 @@ def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list
     out = v.new_empty(v.shape)
     if trades:
         shares = share_heads(int(heads), int(key_heads), ranks)
-        held = [len(shares.keys[0])] * 2 + [len(shares.queries[0])] * 3
-        return out, [x.new_empty((batch, rows * ranks, h, x.shape[-1])) for x, h in zip(inputs, held, strict=True)]
+        heads_here = [len(shares.keys[0])] * 2 + [len(shares.queries[0])] * 3
+        pairs = zip(inputs, heads_here, strict=True)
+        return out, [x.new_empty((batch, rows * ranks, count, x.shape[-1])) for x, count in pairs]
     dtype, maps = accumulation_dtype(q.dtype), batch * most_maps(ranks, most_runs, heads)
     entering = q.new_empty((most_runs, batch, heads, key_dim, value_dim), dtype=dtype)
     return out, [entering, q.new_empty(maps * map_columns(key_dim, rule) * key_dim, dtype=dtype)]
@@ -220,8 +228,8 @@ def delta_rule_backward(
 
 @delta_rule_backward.register_fake
 def _(dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, *options: Any) -> list[Tensor]:
-    held = [key_heads] * 2 + [dout.shape[2]] * 3
-    return [x.new_empty((*dout.shape[:2], h, x.shape[-1])) for x, h in zip(kept[:5], held, strict=True)]
+    heads = [key_heads] * 2 + [dout.shape[2]] * 3
+    return [x.new_empty((*dout.shape[:2], count, x.shape[-1])) for x, count in zip(kept[:5], heads, strict=True)]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:

@@ -1,10 +1,9 @@
 """A document's segments on the ranks, and the states that cross between them.
 
-Over its rows of a document a rank maps the state S that enters to A S + B. Every rank computes A and B of its segments.
-Those of one head all go to one rank, which takes the state of every document from segment to segment and gives each
-rank the states that enter its segments. Backward, G, the gradient of the entering state from the segment's own outputs,
-goes the same way in the opposite order: dS <- A^T dS + G. A document's first segment needs no A, and its last neither
-A nor B.
+A segment maps the state S that enters it to A S + B. Every rank computes A and B of its segments, and sends those of
+each head to one rank. That rank composes the maps from segment to segment, and sends each rank the states that enter
+its segments. In backward, the same happens in reverse order with G, the gradient of the entering state from the
+segment's own outputs: dS <- A^T dS + G. A document's first segment needs no A, and its last neither A nor B.
 """
 
 from bisect import bisect_right
@@ -24,17 +23,17 @@ from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.tiles import ALL_ROWS
 
-ROWS = BoundedCache(256 << 20)  # of rows that are read or written in linear layers, for the newest steps
+INDEX_CACHE = BoundedCache(256 << 20)  # indices of the rows that linear layers read or write, for the newest plans
 
 
 class Inputs(NamedTuple):
-    """What the rule takes: rows, or these in chunks.
+    """Inputs of the rule, by rows or by chunks.
 
     Attributes:
-        q, k: `[N, B, Hk, 1, C, K]`, or `[B, s, Hk, K]`.
-        v: `[N, B, Hk, R, C, V]`, or `[B, s, Hv, V]`.
-        g: `[N, B, Hk, R, C, 1]`, or `[.., C, K]` for KDA; `[B, s, Hv, 1 or K]`; at most 0.
-        beta: `[N, B, Hk, R, C, 1]`, or `[B, s, Hv, 1]`.
+        q, k: `[B, s, Hk, K]`; in chunks `[N, B, Hk, 1, C, K]`.
+        v: `[B, s, Hv, V]`; in chunks `[N, B, Hk, R, C, V]`.
+        g: `[B, s, Hv, 1]`, or K in place of 1 for KDA; in chunks `[N, B, Hk, R, C, 1 or K]`; at most 0.
+        beta: `[B, s, Hv, 1]`; in chunks `[N, B, Hk, R, C, 1]`.
     """
 
     q: Tensor
@@ -45,15 +44,15 @@ class Inputs(NamedTuple):
 
 
 class DocumentSegment(NamedTuple):
-    """The rows of a document that lie side by side on one rank.
+    """Consecutive rows of one document on one rank.
 
     Attributes:
-        rank, run: who holds it, and in which of its runs; a run has at most one that began elsewhere, at its start,
-            and one that goes on elsewhere, at its end.
+        rank, run: the rank that holds it, and the run (see `Layout.runs`). In a run, only the first segment can have
+            begun on another rank, and only the last can continue on another.
         row: batch row, or ALL_ROWS.
         local: its first local row; tokens: how many it has.
-        begin: how far its first token is from the run's; offset: from the document's.
-        continues: whether its document goes on after it.
+        begin: tokens from the start of the run to its first; offset: from the start of the document.
+        continues: whether its document continues after it.
     """
 
     rank: int
@@ -73,7 +72,7 @@ class DocumentSegment(NamedTuple):
 
 @keep_newest
 def document_segments(plan: Plan) -> tuple[tuple[DocumentSegment, ...], ...]:
-    """Those of each document, in the order of the sequence."""
+    """The segments of each document, in the order of the sequence."""
     runs, result = plan.layout.runs(plan.mask, plan.sequence_length), []
     for row, segments in documents_of(plan.layout, plan.mask, plan.sequence_length):
         document, first, last = [], segments[0].start, segments[-1].stop
@@ -85,27 +84,26 @@ def document_segments(plan: Plan) -> tuple[tuple[DocumentSegment, ...], ...]:
     return tuple(result)
 
 
-def own_segments(plan: Plan) -> list[DocumentSegment]:
-    """Those of this rank."""
-    return [one for document in document_segments(plan) for one in document if one.rank == plan.rank]
+def local_segments(plan: Plan) -> list[DocumentSegment]:
+    """The segments on this rank."""
+    return [segment for document in document_segments(plan) for segment in document if segment.rank == plan.rank]
 
 
 def document_offsets(plan: Plan, like: Tensor) -> Tensor:
-    """`offsets_on_host` on the device of `like`."""
-    return ROWS.get(("offsets", plan), like, lambda: to_device(offsets_on_host(plan), like))
-
-
-def offsets_on_host(plan: Plan) -> Tensor:
     """How far each local token is from its document's first, `[1 or B, S/P]` int64; -1 for padding."""
-    offsets = torch.full((len(plan.segments), plan.local_tokens), -1)
-    for one in own_segments(plan):
-        offsets[one.rows, one.local : one.local + one.tokens] = torch.arange(one.offset, one.offset + one.tokens)
-    return offsets
+
+    def make() -> Tensor:
+        offsets = torch.full((len(plan.segments), plan.local_tokens), -1)
+        for s in local_segments(plan):
+            offsets[s.rows, s.local : s.local + s.tokens] = torch.arange(s.offset, s.offset + s.tokens)
+        return to_device(offsets, like)
+
+    return INDEX_CACHE.get(("offsets", plan), like, make)
 
 
 @keep_newest
 def whole_sequence(plan: Plan) -> Plan:
-    """The plan of one rank alone for the same documents."""
+    """A plan of the same documents on one rank."""
     return Plan(plan.sequence_length, plan.mask, contiguous(plan.sequence_length, 1), 0)
 
 
@@ -114,21 +112,20 @@ Summarize = Callable[[list[DocumentSegment]], list[Tensor]]
 
 
 def most_maps(ranks: int, most_runs: int, heads: int) -> int:
-    """Maps A that a rank composes for one batch row at most: none for the first and last run of the sequence."""
+    """Most maps A that a rank composes for one batch row; the first and last run of the sequence need none."""
     return max(0, ranks * most_runs - 2) * -(-heads // ranks)
 
 
 def map_columns(key_dim: int, rule: str) -> int:
-    """Columns of a map A: a scan's is diagonal."""
+    """Columns of a map A, which is diagonal for a scan."""
     return 1 if rule == "scan" else key_dim
 
 
 class StateExchange:
-    """The states that cross ranks in one call of an operator.
+    """Passes states between ranks, in one call of an operator.
 
     Args:
         inputs: this rank's rows.
-        plan: this rank's.
         rule: see `make_factors`.
     """
 
@@ -137,36 +134,36 @@ class StateExchange:
         self.documents = [document for document in document_segments(plan) if len(document) > 1]
         self.inner = [segment for document in self.documents for segment in document[1:-1]]
         self.batch, _, self.heads, self.value_dim = inputs.v.shape
-        self.rows = self.batch if len(plan.segments) == 1 else 1  # of a segment
+        self.segment_rows = self.batch if len(plan.segments) == 1 else 1  # batch rows of a segment
         self.key_dim = inputs.q.shape[-1]
         self.map_dim = map_columns(self.key_dim, rule)
         self.empty = inputs.q.new_empty(0, dtype=accumulation_dtype(inputs.q.dtype))
         bounds = [rank * self.heads // plan.ranks for rank in range(plan.ranks + 1)]
-        self.shares = [stop - first for first, stop in pairwise(bounds)]  # of the heads, what each rank composes
+        self.shares = [stop - first for first, stop in pairwise(bounds)]  # how many heads each rank composes
 
     def enter(self, summarize: Summarize) -> tuple[Tensor, Tensor]:
-        """(the states that enter this rank's runs, the maps A of the heads that this rank composed).
+        """The states that enter this rank's runs, and the maps A of the heads that this rank composed.
 
         Args:
-            summarize: gives A and B of segments side by side, or B alone of one in which its document begins.
+            summarize: computes A and B of segments side by side, or only B if the segment begins its document.
 
         Returns:
-            `[runs, B, H, K, V]`, zeros where a document begins; and a flat tensor for `leave`. Their sizes depend on
-            the documents by `plan.most_runs` alone.
+            (`[runs, B, H, K, V]`, zeros where a document begins; a flat tensor for `leave`). Of the documents, only
+            `plan.most_runs` affects their sizes.
         """
         added, maps = self._to_composers([document[:-1] for document in self.documents], summarize, self.map_dim), {}
         for segment in self.inner:
             maps[segment], added[segment] = added[segment].split([self.map_dim, self.value_dim], -1)
-        kept = self._flat(maps.values())
+        flat_maps = self._flatten(maps.values())
         most = self.batch * most_maps(self.plan.ranks, self.plan.most_runs, self.heads) * self.key_dim * self.map_dim
-        return self._to_runs(self._compose(self.documents, maps, added)), F.pad(kept, (0, most - len(kept)))
+        return self._to_runs(self._compose(self.documents, maps, added)), F.pad(flat_maps, (0, most - len(flat_maps)))
 
     def leave(self, gradients_inside: Summarize, maps: Tensor) -> Tensor:
         """The gradients of the states that leave this rank's runs, `[runs, B, H, K, V]`, zeros where a document ends.
 
         Args:
-            gradients_inside: gives G of segments.
-            maps: of `enter`.
+            gradients_inside: computes G of segments.
+            maps: from `enter`.
         """
         backward = [document[::-1] for document in self.documents]
         added = self._to_composers([document[:-1] for document in backward], gradients_inside)
@@ -174,7 +171,7 @@ class StateExchange:
         return self._to_runs(self._compose(backward, dict(zip(self.inner, transposed, strict=True)), added))
 
     def _compose(self, documents: Sequence[Sequence[DocumentSegment]], maps: States, added: States) -> States:
-        """What reaches the segments of each document from those before them in this order."""
+        """The state that reaches each segment from those before it in this order."""
         reaching = {}
         for first, *inner, last in documents:
             state = added[first]
@@ -188,33 +185,35 @@ class StateExchange:
         return transition @ state if self.map_dim == self.key_dim else transition.view_as(state[..., :1]) * state
 
     def _to_composers(self, senders: Sequence[Sequence[DocumentSegment]], make: Summarize, map_dim: int = 0) -> States:
-        """Make this rank's states, and get from all ranks those of the heads that this rank composes.
+        """Compute this rank's states, and get from all ranks those of the heads that this rank composes.
 
         Args:
-            senders: the segments that give a state, of each document.
-            map_dim: columns that those of them have on top whose document neither begins nor ends in them.
+            senders: the segments of each document whose state is sent.
+            map_dim: extra columns of segments in the middle of their document.
         """
-        ranks, me = range(self.plan.ranks), self.plan.rank
+        ranks, this_rank = range(self.plan.ranks), self.plan.rank
         by_rank = [[s for document in senders for s in document if s.rank == rank] for rank in ranks]
-        made = [x.split(self.shares, 1) for x in (make(by_rank[me]) if by_rank[me] else [])]
-        columns = [[self.value_dim + map_dim * (s.offset > 0 and s.continues) for s in held] for held in by_rank]
-        shapes = [[self._shape(me, number) for number in of_rank] for of_rank in columns]
-        received = self.group.uneven_all_to_all([self._flat(x[rank] for x in made) for rank in ranks], shapes)
+        states = [x.split(self.shares, 1) for x in (make(by_rank[this_rank]) if by_rank[this_rank] else [])]
+        shapes = [
+            [self._shape(this_rank, self.value_dim + map_dim * (s.offset > 0 and s.continues)) for s in segments]
+            for segments in by_rank
+        ]
+        received = self.group.uneven_all_to_all([self._flatten(x[rank] for x in states) for rank in ranks], shapes)
         return dict(zip(chain(*by_rank), chain(*received), strict=True))
 
     def _to_runs(self, states: States) -> Tensor:
-        """Give each rank the states of its segments, and put those of this rank, of all heads, at their runs."""
-        parts = [self._flat(x for s, x in states.items() if s.rank == rank) for rank in range(self.plan.ranks)]
-        own = [s for s in states if s.rank == self.plan.rank]
-        shapes = [[self._shape(owner, self.value_dim)] * len(own) for owner in range(self.plan.ranks)]
+        """Send each rank the states of its segments; this rank's, with all heads, by run."""
+        parts = [self._flatten(x for s, x in states.items() if s.rank == rank) for rank in range(self.plan.ranks)]
+        local = [s for s in states if s.rank == self.plan.rank]
+        shapes = [[self._shape(composer, self.value_dim)] * len(local) for composer in range(self.plan.ranks)]
         runs = self.empty.new_zeros(self.plan.most_runs, self.batch, self.heads, self.key_dim, self.value_dim)
-        for segment, *pieces in zip(own, *self.group.uneven_all_to_all(parts, shapes), strict=True):
+        for segment, *pieces in zip(local, *self.group.uneven_all_to_all(parts, shapes), strict=True):
             runs[segment.run, segment.rows] = torch.cat(pieces, 1)
         return runs
 
-    def _shape(self, owner: int, columns: int) -> Shape:
-        """Of a segment's state, the heads that `owner` composes."""
-        return self.rows, self.shares[owner], self.key_dim, columns
+    def _shape(self, composer: int, columns: int) -> Shape:
+        """The shape of those heads of a segment's state that a rank composes."""
+        return self.segment_rows, self.shares[composer], self.key_dim, columns
 
-    def _flat(self, pieces: Iterable[Tensor]) -> Tensor:
+    def _flatten(self, pieces: Iterable[Tensor]) -> Tensor:
         return torch.cat([self.empty, *(x.flatten() for x in pieces)])
