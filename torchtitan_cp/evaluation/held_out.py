@@ -17,8 +17,8 @@ class Budget:
 
     Attributes:
         max_share: fraction of the time of training and evaluation together; 1 is no limit.
-        trained_seconds, evaluation_seconds: of training and of evaluation so far.
-        token_seconds: per token, of the last evaluation.
+        trained_seconds, evaluation_seconds: time spent on training and on evaluation so far.
+        token_seconds: seconds per token of the last evaluation.
     """
 
     max_share: float
@@ -34,9 +34,9 @@ class Budget:
     @contextmanager
     def spending(self, tokens: int) -> Iterator[None]:
         """Count the seconds of an evaluation on this many tokens."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         yield
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         self.evaluation_seconds += seconds
         self.token_seconds = seconds / tokens
 
@@ -53,7 +53,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def unigram_loss(train_counts: np.ndarray, label_counts: np.ndarray) -> float:
-    """Mean negative log-likelihood, in nats, of labels under the training frequencies, plus one each; NaN of none.
+    """Mean negative log-likelihood, in nats, of labels under add-one-smoothed training frequencies; NaN without labels.
 
     Args:
         train_counts: `[V]`, how often each token occurs in the training text.

@@ -35,18 +35,18 @@ class Retrieval(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The result of an evaluation. Losses are in nats a token; None, or nothing, where it was not measured.
+    """The result of an evaluation. Losses are in nats a token; what was not measured is None or empty.
 
     Attributes:
-        loss: mean on held-out text at the stage's length; unigram: a unigram model's, on the same tokens.
+        loss: mean on held-out text at the stage's length; unigram: a unigram model's loss on the same tokens.
         by_source: mean loss of each source.
-        position_starts: first position of each bin; position_losses: mean loss of its tokens, NaN without any.
+        position_starts: first position of each bin; position_losses: mean loss of its tokens, NaN if it has none.
         turn_losses: mean loss of the learned tokens of a conversation's first, second, third and fourth turn and of
-            all later ones, NaN without any; empty without conversations.
+            all later ones, NaN if there are none; empty without conversations.
         context_gain: how much lower the loss is with all of the context than with its last few thousand tokens.
-        short_loss_rise: of the loss at the first stage's length since that stage's end, as a fraction.
+        short_loss_rise: rise of the loss at the first stage's length since that stage's end, as a fraction.
         retrieval: by variant of prompts.
-        passkey_accuracy: of one key, at the stage's length.
+        passkey_accuracy: accuracy with one key, at the stage's length.
         held_out_epochs: how often each source's held-out text was read for `loss`.
         left_out: what there was no time or no room for.
     """
@@ -65,8 +65,8 @@ class EvaluationResult:
     left_out: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON; NaN becomes null."""
-        retrieval = {name: found._asdict() for name, found in self.retrieval.items()}
+        """The result as plain JSON; NaN becomes null."""
+        retrieval = {name: each._asdict() for name, each in self.retrieval.items()}
         text = json.dumps({**vars(self), "retrieval": retrieval}, default=np.ndarray.tolist)
         return dict(json.loads(text, parse_constant=lambda nan: None))
 
@@ -84,7 +84,7 @@ class EvaluationResult:
             "short_loss_rise": self.short_loss_rise,
             **{f"loss_by_source/{name}": loss for name, loss in sources.items()},
             **{f"loss_by_turn/{turn.replace(' ', '_')}": loss for turn, loss in self._by_turn.items()},
-            **{f"{name}_accuracy": found.at(seq_len) for name, found in self.retrieval.items()},
+            **{f"{name}_accuracy": each.at(seq_len) for name, each in self.retrieval.items()},
         }
         return {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
 
@@ -100,8 +100,8 @@ class EvaluationResult:
             f"(a unigram model: {self.unigram:.4f})"
         )
         if len(self.by_source) > 1:
-            known = {name: loss for name, loss in self.by_source.items() if not math.isnan(loss)}
-            yield "by source: " + ", ".join(f"{name} {loss:.4f}" for name, loss in known.items())
+            measured = {name: loss for name, loss in self.by_source.items() if not math.isnan(loss)}
+            yield "by source: " + ", ".join(f"{name} {loss:.4f}" for name, loss in measured.items())
         bins = zip(self.position_starts, self.position_losses, strict=True)
         yield "by position: " + ", ".join(f"{start:,}+ {loss:.3f}" for start, loss in bins if not math.isnan(loss))
         if self._by_turn:
@@ -110,11 +110,11 @@ class EvaluationResult:
             yield f"context gain {self.context_gain:.4f} nats a token"
         if self.short_loss_rise is not None:
             yield f"the loss at the first stage's length changed by {self.short_loss_rise:+.2%} since that stage's end"
-        for name, found in self.retrieval.items():
-            if means := found.by_length():
-                right = ", ".join(f"{mean:.0%} at {length:,}" for length, mean in means.items())
-                yield f"{name.replace('_', ' ')} right: {right}"
-        if again := [f"{name} {epochs:.1f} times" for name, epochs in self.held_out_epochs.items() if epochs > 1]:
-            yield f"held-out text read more than once: {', '.join(again)} (evaluation.tokens)"
+        for name, retrieval in self.retrieval.items():
+            if means := retrieval.by_length():
+                accuracy = ", ".join(f"{mean:.0%} at {length:,}" for length, mean in means.items())
+                yield f"{name.replace('_', ' ')} right: {accuracy}"
+        if repeated := [f"{name} {epochs:.1f} times" for name, epochs in self.held_out_epochs.items() if epochs > 1]:
+            yield f"held-out text read more than once: {', '.join(repeated)} (evaluation.tokens)"
         if self.left_out:
             yield "not measured: " + "; ".join(self.left_out)
