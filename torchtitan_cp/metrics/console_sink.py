@@ -15,20 +15,20 @@ from torchtitan_cp.metrics.step_record import StepRecord
 LINE_SECONDS = 30.0  # metrics.jsonl has every step
 
 
-# Of the table of stages: header and format.
+# The table of stages: header and format of each column.
 COLUMNS = {"stage": "", "seq_len": ",", "cp": "", "steps": ",", "first": ".4f", "last": ".4f", "far": ".4f"}
 COLUMNS |= {"passkey": ".0%", "tok/s": ",.0f", "mfu": ".1%", "GiB": ".2f"}
 
 
 class _Terminal(Console):
-    """Training goes on where nobody reads any more."""
+    """A console that falls silent when its reader has gone, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class ConsoleSink:
-    """Prints on rank 0 only. A full disk under what is printed costs the lines alone.
+    """Prints on rank 0 only. If the output goes to a full disk, its lines are lost and training goes on.
 
     Args:
         total_steps: optimizer steps of the whole run; done: those already taken.

@@ -20,9 +20,9 @@ def expert_fields(counts: Tensor, entropy: Tensor, dropped: Tensor, tokens: int)
 
     Args:
         counts: see `expert_loads`.
-        entropy: `[layers]`, of the shares of a token's experts in nats, summed over tokens.
-        dropped: pairs of a token and an expert, scalar.
-        tokens: of the step.
+        entropy: `[layers]`, entropy of the router's shares for a token, in nats, summed over tokens.
+        dropped: number of token-expert pairs that were dropped, a scalar.
+        tokens: in the step.
     """
     loads = expert_loads(counts)
     layers, entropies = np.flatnonzero(~np.isnan(loads[:, 0])).tolist(), entropy.tolist()

@@ -15,8 +15,6 @@ from torchtitan_cp.config.names import format_tokens
 from torchtitan_cp.metrics.throughput import imbalance
 
 DPI = 110
-MAX_LABELLED_CELLS = 150  # a larger heat map has colors only
-MAX_LABELLED_LINES = 12  # of more, about every nth has a label
 NOT_ALLOWED = -1
 MAX_OCTAVES = 3  # loads of experts beyond 1/8 and 8 times the even share have the same color
 
@@ -26,18 +24,16 @@ def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[flo
 
     Args:
         curves: by stage, in order: (first position of each bin, mean loss of its tokens in nats). A bin without tokens
-            has NaN or None. See `metrics.loss_breakdown`.
+            has NaN or None. `metrics.loss_breakdown` defines the bins.
     """
     figure, axes = _figure(7.0, 4.2, xlabel="position in the sequence, from", ylabel="loss, nats a token")
-    every = -(-len(curves) // MAX_LABELLED_LINES)
     for index, (name, (starts, losses)) in enumerate(curves.items()):
         color = _colors("viridis", 0.9 * index / max(1, len(curves) - 1))
         # A logarithmic axis has no 0: every point is drawn one position further.
-        # A legend leaves out labels that begin with an underscore.
-        label = f" {name}" if (len(curves) - 1 - index) % every == 0 else "_"
-        axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=label)
+        # A legend would leave out a name that begins with an underscore.
+        axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=f" {name}")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda place, _: format_tokens(round(place)))
+    axes.xaxis.set_major_formatter(lambda position, _: format_tokens(round(position)))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="stage", frameon=False)
@@ -61,10 +57,9 @@ def draw_retrieval_map(
     axes.set_facecolor("#dddddd")
     axes.set_xticks(range(len(lengths)), [format_tokens(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    if accuracy.size <= MAX_LABELLED_CELLS:
-        for (row, column), value in np.ndenumerate(accuracy):
-            if np.isfinite(value):
-                axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=8)
+    for (row, column), value in np.ndenumerate(accuracy):
+        if np.isfinite(value):
+            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=8)
     trained = sum(length <= trained_length for length in lengths)
     if 0 < trained < len(lengths):
         axes.axvline(trained - 0.5, color="black", linewidth=2)
@@ -83,7 +78,7 @@ def draw_document_lengths(tokens: np.ndarray, source: str) -> np.ndarray:
     title = f"{source}: {len(lengths):,} documents"
     figure, axes = _figure(7.0, 3.6, xlabel="tokens of the document, from", ylabel="share of tokens", title=title)
     axes.bar(range(len(shares)), shares, color=_colors("viridis", 0.4))
-    axes.set_xticks(range(len(shares)), [format_tokens(2 ** (octaves.min() + place)) for place in range(len(shares))])
+    axes.set_xticks(range(len(shares)), [format_tokens(2 ** (octaves.min() + index)) for index in range(len(shares))])
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.spines[["top", "right"]].set_visible(False)
     return _pixels(figure)
@@ -102,7 +97,7 @@ def draw_attention_owners(plan: Plan, title: str = "") -> np.ndarray:
     image[owners != NOT_ALLOWED] = colors[owners[owners != NOT_ALLOWED], :3]
     axes.imshow(image, extent=(0, plan.sequence_length, plan.sequence_length, 0), interpolation="nearest")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda place, _: format_tokens(round(place)))
+        axis.set_major_formatter(lambda position, _: format_tokens(round(position)))
     axes.set_title(f"{title}\n{ranks} ranks, the busiest has {imbalance(plan):.2f} times the mean", fontsize=10)
     for rank in range(min(ranks, 8)):
         axes.plot([], [], marker="s", linestyle="", color=colors[rank], label=f"rank {rank}")
@@ -121,8 +116,8 @@ def draw_expert_loads(loads: np.ndarray) -> np.ndarray:
     figure, axes = _figure(width, height, xlabel="expert", ylabel="layer")
     octaves = np.log2(np.clip(loads, 2.0**-MAX_OCTAVES, None))  # NaN stays
     colors = importlib.import_module("matplotlib").colormaps["RdBu_r"].with_extremes(under="black", bad="#dddddd")
-    shown = np.where(loads == 0, -MAX_OCTAVES - 1, octaves)
-    image = axes.imshow(shown, colors, aspect="auto", vmin=-MAX_OCTAVES, vmax=MAX_OCTAVES, interpolation="nearest")
+    values = np.where(loads == 0, -MAX_OCTAVES - 1, octaves)
+    image = axes.imshow(values, colors, aspect="auto", vmin=-MAX_OCTAVES, vmax=MAX_OCTAVES, interpolation="nearest")
     bar = figure.colorbar(image, label="tokens over the even share")
     bar.ax.yaxis.set_major_formatter(lambda octave, _: f"{2.0**octave:g}")
     axes.locator_params(integer=True)
@@ -151,9 +146,9 @@ def attention_owners(plan: Plan, pixels: int = 480) -> np.ndarray:
     return np.where(allowed, owners, NOT_ALLOWED)
 
 
-def _colors(name: str, where: Any) -> Any:
-    """RGBA of a color map, at one place or several from 0 to 1."""
-    return importlib.import_module("matplotlib").colormaps[name](where)
+def _colors(name: str, values: Any) -> Any:
+    """RGBA of one value from 0 to 1, or of several, in a color map."""
+    return importlib.import_module("matplotlib").colormaps[name](values)
 
 
 def _figure(width: float, height: float, **labels: str) -> tuple[Any, Any]:

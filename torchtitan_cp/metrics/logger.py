@@ -21,13 +21,13 @@ class MetricsLogger:
     """Hands records, numbers, images and texts to the console and, on rank 0, the other sinks.
 
     A sink has a `name` for messages, and one method for each kind of thing it takes: `step(record)`,
-    `evaluation(record)`, `scalars(values, step)`, `image(tag, pixels, step)`, `text(tag, text, step)`, `close()`. Types
-    that these raise besides OSError are its `errors`.
+    `evaluation(record)`, `scalars(values, step)`, `image(tag, pixels, step)`, `text(tag, text, step)`, `close()`. Its
+    `errors` are the exception types, besides OSError, that these methods raise.
 
     Args:
         settings: [metrics].
         total_steps: optimizer steps of the whole run; done: those already taken.
-        enabled: whether this rank prints: rank 0 does.
+        enabled: whether this rank prints, as rank 0 does.
     """
 
     def __init__(self, settings: Metrics, total_steps: int, done: int, *, enabled: bool) -> None:
@@ -39,10 +39,11 @@ class MetricsLogger:
 
         Args:
             folder: of the run.
-            after_step: what was recorded of later steps is dropped: a resumed run takes them again.
+            after_step: what was recorded of later steps is dropped, because a resumed run repeats them.
 
         Raises:
-            UserError: a file cannot be written, or a package is missing.
+            UserError: a package is missing, or Weights & Biases opens no run.
+            OSError: a file cannot be written.
         """
         self.sinks.append(JsonLinesSink(folder, after_step))
         if self.settings.tensorboard:
@@ -54,7 +55,7 @@ class MetricsLogger:
         """Record an optimizer step.
 
         Args:
-            total_steps: of the whole run, as far as is known now.
+            total_steps: of the whole run, as currently planned; a gate may end a stage earlier.
         """
         self.console.total_steps = total_steps
         self._send("step", record)
@@ -80,7 +81,7 @@ class MetricsLogger:
         self._send("text", tag, text, step)
 
     def say(self, text: str, *, tag: str = "", step: int = 0) -> None:
-        """Print a text, and with a tag record it too."""
+        """Print a text, and record it if it has a tag."""
         self.console.print(text)
         if tag:
             self.text(tag, text, step)
@@ -96,7 +97,7 @@ class MetricsLogger:
         self._send("close")
 
     def _send(self, method: str, *arguments: Any) -> None:
-        """Call a method of the sinks that have it. One that fails is left out: TensorBoard's thread has ended."""
+        """Call a method of the sinks that have it; one that fails is removed, as TensorBoard's thread ends then."""
         for sink in [sink for sink in self.sinks if hasattr(sink, method)]:
             try:
                 getattr(sink, method)(*arguments)

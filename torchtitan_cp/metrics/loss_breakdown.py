@@ -25,7 +25,8 @@ def sum_by_bin(losses: Tensor, counted: Tensor, positions: Tensor, seq_len: int)
     Returns:
         `[2, bins]` fp64, (sum, count), on the device of `losses`.
     """
-    # A number n has frexp(n).exponent binary digits. A table of the bins would be a copy that the host waits for.
+    # frexp(n).exponent is the number of binary digits of n. To look a position up in a table of bins, the table would
+    # have to be copied to the device, and the host would wait for the copy.
     bins = torch.frexp((positions // FIRST_BIN_TOKENS).double()).exponent.long()
     return sum_by_index(losses, counted, bins, len(bin_starts(seq_len)))
 
@@ -44,11 +45,11 @@ class LossBreakdown:
 
     Args:
         seq_len: S.
-        sources: names of all.
+        sources: names of all sources.
         device: of the losses.
 
     Attributes:
-        sums: `[2, bins + bins + sources]` fp64, (sum, count): added up over ranks they are those of the step.
+        sums: `[2, bins + bins + sources]` fp64, (sum, count); the sum over all ranks covers the whole step.
     """
 
     def __init__(self, seq_len: int, sources: Sequence[str], device: torch.device) -> None:
@@ -65,9 +66,9 @@ class LossBreakdown:
         Args:
             losses: `[B, S/cp]`, 0 where not counted; counted: `[B, S/cp]` bool.
             positions: `[S/cp]` int64, in the sequence; document_positions: `[B, S/cp]`, in the document.
-            sources: of each row.
+            sources: the source of each row.
         """
-        # Filled on the device, as a copy would make the host wait for it.
+        # Filled on the device, because the host would wait for a copy.
         rows = torch.cat([positions.new_full((1, 1), self.sources.index(source)) for source in sources])
         self.sums += torch.cat(
             [
@@ -83,8 +84,8 @@ class LossBreakdown:
 
         Bins and sources without tokens are left out.
         """
-        found: dict[str, dict[str, float]] = {group: {} for group, _ in self.columns}
+        means: dict[str, dict[str, float]] = {group: {} for group, _ in self.columns}
         for (group, name), total, count in zip(self.columns, *self.sums.tolist(), strict=True):
             if count:
-                found[group][name] = total / count
-        return found
+                means[group][name] = total / count
+        return means

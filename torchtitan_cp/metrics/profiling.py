@@ -1,8 +1,8 @@
-"""Traces of chosen steps, each with a table of what the step's time went into."""
+"""Traces of chosen steps, each with a table of where the step's time went."""
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from torchtitan_cp.config.sections import Profiling
 logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
-MAX_EVENTS = 1_000_000  # of a memory snapshot
-OPERATIONS = ("aten::", "torchtitan_cp::")  # prefixes of what computes on a CPU
+MAX_EVENTS = 1_000_000  # in a memory snapshot
+OPERATIONS = ("aten::", "torchtitan_cp::")  # prefixes of the operations that compute on a CPU
 Span = tuple[float, float]
 
 
@@ -35,7 +35,7 @@ class StepProfiler:
 
     @contextmanager
     def trace(self, step: int, message_seconds: Callable[[], tuple[float, float]]) -> Iterator[None]:
-        """Trace a step if it is one of them, and write the trace and the table.
+        """Trace a step if the settings name it, and write the trace and the table.
 
         Args:
             step: of the run, from 1.
@@ -51,15 +51,17 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
         with profile(activities=activities) as profiler:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             yield
             if on_cuda:
                 torch.cuda.synchronize()
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
         name = f"step-{step}-rank-{self.rank}"
         trace = f"{self.folder / name}.json.gz"
         parts = (time_on_gpu if on_cuda else time_on_cpu)(profiler.events(), seconds, *message_seconds())
-        table = f"step {step}, rank {self.rank}: {seconds:.3f} s\n" + format_parts(parts, seconds)
+        width = max(map(len, parts))
+        rows = [f"  {part:<{width}}  {time:9.4f} s  {time / seconds:6.1%}" for part, time in parts.items()]
+        table = "\n".join([f"step {step}, rank {self.rank}: {seconds:.3f} s", *rows])
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(trace)
@@ -80,10 +82,10 @@ def time_on_cpu(events: Iterable[Any], seconds: float, waited: float, in_flight:
 
     Args:
         events: of torch.profiler, on any thread.
-        seconds: of the step; waited, in_flight: see StepProfiler.trace.
+        seconds: of the step; waited, in_flight: the two numbers of `message_seconds`, see StepProfiler.trace.
     """
-    outer = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith(OPERATIONS)]
-    computed = max(0.0, covered(outer) / 1e6 - waited)
+    spans = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith(OPERATIONS)]
+    computed = max(0.0, covered(spans) / 1e6 - waited)
     return {
         "compute": computed,
         "CP exchange, exposed": waited,
@@ -117,9 +119,3 @@ def covered(spans: Iterable[Span]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
-
-
-def format_parts(parts: Mapping[str, float], seconds: float) -> str:
-    """A line for each part: name, seconds, percent."""
-    width = max(map(len, parts))
-    return "\n".join(f"  {name:<{width}}  {part:9.4f} s  {part / seconds:6.1%}" for name, part in parts.items())

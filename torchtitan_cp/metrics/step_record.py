@@ -11,36 +11,37 @@ Numbers = dict[str, float]
 class StepRecord:
     """A line of metrics.jsonl. Numbers cover all ranks unless they say otherwise.
 
-    An annotation is the number's tag in TensorBoard; each of several numbers has its own name behind a slash.
+    An annotation is a field's tag in TensorBoard; where a field has several numbers, each adds its name after a slash.
 
     Attributes:
         step: number of the optimizer step, from 1; skipped steps count.
-        stage: name of the curriculum's stage; stage_index: its place from 0.
+        stage: name of the curriculum's stage; stage_index: its index from 0.
         tokens: tokens the whole run has trained on.
-        loss: of the step, in nats, by training.loss_normalization; grad_norm: global, before clipping. None if the
+        loss: in nats, as training.loss_normalization says; grad_norm: global, before clipping. Both are None if the
             step was skipped.
         mfu: model FLOPs utilization with causal attention, as a fraction of the devices' peak.
-        peak_memory_bytes: the most that any one rank has used so far.
+        peak_memory_bytes: the most that any rank has used so far.
         data_wait_seconds: time rank 0 waited for the batch.
-        seconds: parts of the step on rank 0: `forward`, `backward`, `optimizer`; in them `cp_wait`, waiting for
-            context-parallel messages; `checkpoint`, for how long a save before the step blocked the run.
+        seconds: parts of the step on rank 0: `forward`, `backward`, `optimizer`; `cp_wait`, the part of these that waits
+            for context-parallel messages; `checkpoint`, how long a save before the step blocked the run.
         pipeline_idle: fraction of the step that rank 0 spent in the pipeline without computing; None without one.
         skipped: the step was bad and changed no weight; skipped_steps, rollbacks, lr_cuts: totals of the run.
         spikes: how many of the step's numbers were far above their recent values.
         largest_logit: over all tokens; None if not finite.
         block_grad_norm: gradient norm of each block; block_output: its largest absolute output.
-        loss_by_position: mean loss by the first position of each bin of the sequence; loss_by_document_position: of
-            the document; loss_by_source. These and the following are recorded every metrics.interval steps.
+        loss_by_position: mean loss of each bin of positions in the sequence, by the bin's first position;
+            loss_by_document_position: the same by position in the document; loss_by_source: by source. These fields and
+            the following ones are recorded every metrics.interval steps.
         mfu_mask: as mfu, counting only the attention that documents and windows of rank 0's sequences allow.
         cp_imbalance: query-key pairs of the busiest context-parallel rank over the mean, in rank 0's worst micro-batch.
-        cp_keys_sent: rows of keys that a context-parallel rank has to send, over its own rows; likewise.
-        unlabelled: fraction of the step's tokens that predict nothing.
-        learned_tokens: of the step, that predict a token.
+        cp_keys_sent: rows of keys that a context-parallel rank has to send, over the rows it has; also the worst.
+        unlabelled: fraction of the step's tokens that have no label.
+        learned_tokens: how many tokens of the step have a label.
         memory_bytes: on rank 0: `weights`, `gradients`, `optimizer`, and `other`, the rest of its peak.
-        expert_load: of each layer's busiest expert, its tokens over the even share; router_entropy: of the shares of a
-            token's experts, in nats, the mean of each layer.
+        expert_load: tokens of each layer's busiest expert over the even share; router_entropy: mean entropy of the
+            router's shares for a token in each layer, in nats.
         idle_experts: fraction of all experts that no token reached.
-        dropped_pairs: of a token and an expert whose capacity was full, over all layers.
+        dropped_pairs: token-expert pairs that were dropped because the expert's capacity was full, over all layers.
     """
 
     step: int
@@ -84,16 +85,16 @@ class StepRecord:
 
     def scalars(self) -> Numbers:
         """The step's numbers by tag, without those that are None."""
-        found: Numbers = {"curriculum/stage": self.stage_index + 1}
-        if self.loss is not None and self.loss < 700:  # exp overflows
-            found["train/perplexity"] = math.exp(self.loss)
+        numbers: Numbers = {"curriculum/stage": self.stage_index + 1}
+        if self.loss is not None and self.loss < 700:  # beyond that, exp overflows
+            numbers["train/perplexity"] = math.exp(self.loss)
         for name, tag in TAGS.items():
             value = getattr(self, name)
             if isinstance(value, dict):
-                found |= {f"{tag}/{part}": number for part, number in value.items()}
+                numbers |= {f"{tag}/{part}": number for part, number in value.items()}
             elif value is not None:
-                found[tag] = value
-        return found
+                numbers[tag] = value
+        return numbers
 
 
 HINTS = get_type_hints(StepRecord, include_extras=True)

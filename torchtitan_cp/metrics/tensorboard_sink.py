@@ -9,7 +9,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 TENSORBOARD_FOLDER = "tensorboard"
-# The tab CUSTOM SCALARS: groups in this order, in each its charts, of each the pattern of its tags.
+# The tab CUSTOM SCALARS: group -> title of a chart -> pattern of its tags.
 LAYOUT = {
     "Loss": {"train": "train/loss$", "by position": "loss_by_position/", "gradient norm": "train/grad_norm$"},
     "Validation": {
@@ -40,18 +40,20 @@ class TensorBoardSink:
 
     Args:
         folder: of the run.
-        after_step: points of later steps are hidden: a resumed run takes those steps again.
+        after_step: points of later steps are hidden, because a resumed run repeats those steps.
     """
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, after_step: int) -> None:
         self.writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=after_step + 1)
-        charts = {group: {title: ["Multiline", [tags]] for title, tags in own.items()} for group, own in LAYOUT.items()}
-        self.writer.add_custom_scalars(charts)
+        layout = {}
+        for group, charts in LAYOUT.items():
+            layout[group] = {title: ["Multiline", [pattern]] for title, pattern in charts.items()}
+        self.writer.add_custom_scalars(layout)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        # As one event: add_scalar writes one for each number, in ten times the time.
+        # One event for all: add_scalar writes an event for each number, which takes ten times as long.
         points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self.writer.file_writer.add_summary(Summary(value=points), step)
 

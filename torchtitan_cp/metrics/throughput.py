@@ -1,6 +1,5 @@
 """FLOPs of a token and the peak of a device: what MFU is made of."""
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,8 @@ import torch
 
 from torchtitan_cp.attention import Plan
 
-logger = logging.getLogger(__name__)
-
-# Dense peaks without sparsity, FLOP/s, by a part of the device's name; the first that fits counts. Source: NVIDIA's
-# data sheets, of SXM modules where the name does not say PCIe.
+# Dense peaks without sparsity, FLOP/s. The first key that the device's name contains counts. Source: NVIDIA's data
+# sheets, for SXM modules unless the name says PCIe.
 PEAK_FLOPS = {
     "H200": {torch.bfloat16: 989e12, torch.float32: 67e12},
     "H100 PCIe": {torch.bfloat16: 756e12, torch.float32: 51e12},
@@ -24,9 +21,8 @@ PEAK_FLOPS = {
     "L40S": {torch.bfloat16: 362e12, torch.float32: 91.6e12},
 }
 MATMUL_SIZES = (256, 1024, 4096)
-MEASURE_SECONDS = 0.15  # of each size
-LONG_MATMUL_SECONDS = 0.01  # larger ones are not tried
-BELIEVABLE_MFU = 0.9
+MEASURE_SECONDS = 0.15  # for each size
+LONG_MATMUL_SECONDS = 0.01  # no larger size is tried after a matmul that takes longer
 
 
 def flops_per_token(args: Any, seq_len: int, keys: Sequence[float] | None = None) -> float:
@@ -37,8 +33,8 @@ def flops_per_token(args: Any, seq_len: int, keys: Sequence[float] | None = None
     2022), with the causal half.
 
     Args:
-        args: of the model, with `attention_widths`, `layer_windows`, `state_sizes`, `linear_parameters()`.
-        keys: that a token sees in each layer, on average; None: those of one causal sequence.
+        args: ModelArgs, with `attention_widths`, `layer_windows`, `state_sizes`, `linear_parameters()`.
+        keys: keys that a token sees in each layer, on average; None: as in one causal sequence.
     """
     return 6.0 * (args.linear_parameters() + sum(_mixer_costs(args, seq_len, keys)))
 
@@ -48,7 +44,7 @@ def _mixer_costs(args: Any, seq_len: int, keys: Sequence[float] | None = None) -
     # S/2 keys on average, fewer in a window.
     causal = [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in args.layer_windows]
     layers = zip(args.attention_widths, keys or causal, args.state_sizes, strict=True)
-    return [width * seen + 3 * state for width, seen, state in layers]
+    return [width * count + 3 * state for width, count, state in layers]
 
 
 def layer_costs(args: Any, seq_len: int) -> list[float]:
@@ -72,23 +68,14 @@ class Peak:
     flops_per_second: float
     source: str
 
-    def warn_if_exceeded(self, mfu: float) -> bool:
-        """Log that an MFU is more than a training step reaches, so that this peak must be too low."""
-        if mfu > BELIEVABLE_MFU:
-            logger.warning(
-                f"an MFU of {mfu:.0%} is not believable: the peak of {self.flops_per_second / 1e12:.3g} TFLOP/s a rank "
-                f"({self.source}) is too low. Set metrics.peak_tflops to the device's"
-            )
-        return mfu > BELIEVABLE_MFU
-
 
 def find_peak(device: torch.device, name: str, dtype: torch.dtype, stated_tflops: float) -> Peak:
     """Peak of one rank: as stated in the config, else from the table, else measured by matmuls on this device."""
     if stated_tflops:
         return Peak(stated_tflops * 1e12, "metrics.peak_tflops")
-    known = next((part for part in PEAK_FLOPS if part in name), None)
-    if known and dtype in PEAK_FLOPS[known]:
-        return Peak(PEAK_FLOPS[known][dtype], f"data sheet of {known}, {dtype}")
+    model = next((key for key in PEAK_FLOPS if key in name), None)
+    if model and dtype in PEAK_FLOPS[model]:
+        return Peak(PEAK_FLOPS[model][dtype], f"data sheet of {model}, {dtype}")
     return Peak(_measure_matmul(device, dtype), f"measured, the fastest of many {dtype} matmuls on one rank")
 
 
@@ -97,8 +84,8 @@ def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     best = 0.0
     for size in MATMUL_SIZES:
         a = torch.ones(size, size, device=device, dtype=dtype)
-        begun = now = time.perf_counter()
-        while now - begun < MEASURE_SECONDS:
+        first = now = time.perf_counter()
+        while now - first < MEASURE_SECONDS:
             start = now
             float(torch.mm(a, a)[0, 0])  # waits for the device
             now = time.perf_counter()

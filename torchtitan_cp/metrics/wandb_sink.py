@@ -1,4 +1,4 @@
-"""Weights & Biases, which gets what TensorBoard gets."""
+"""Weights & Biases gets the same numbers, images and texts as TensorBoard."""
 
 import hashlib
 import html
@@ -14,14 +14,13 @@ from torchtitan_cp.config.extras import import_extra
 class WandbSink:
     """Logs to a project of Weights & Biases, in a run named after the run's folder.
 
-    Its steps never decrease: those that a resumed run takes again are ignored. With WANDB_MODE=offline nothing leaves
-    the machine.
+    Weights & Biases ignores steps that a resumed run repeats. With WANDB_MODE=offline nothing leaves the machine.
 
     Args:
         project: its name; folder: of the run.
 
     Raises:
-        ConfigError: the package `wandb` is missing, or it opens no run: nobody is logged in, or the name is not one.
+        ConfigError: the package `wandb` is missing, or it opens no run: nobody is logged in, or the name is invalid.
     """
 
     name = "Weights & Biases"
@@ -29,9 +28,9 @@ class WandbSink:
     def __init__(self, project: str, folder: Path) -> None:
         self.wandb = import_extra("wandb", extra="wandb", needed_by="metrics.wandb")
         self.errors = (self.wandb.errors.Error,)
-        # Two runs may have folders of one name.
-        own_id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-        names = {"project": project, "name": folder.name, "id": own_id}
+        # Folders of two runs may have the same name.
+        run_id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        names = {"project": project, "name": folder.name, "id": run_id}
         try:
             self.run = self.wandb.init(**names, dir=str(folder), resume="allow")
         except self.errors as error:

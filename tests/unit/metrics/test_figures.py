@@ -54,15 +54,6 @@ def test_figures_are_arrays_of_colors() -> None:
         assert len(np.unique(image.reshape(-1, 3), axis=0)) > 4
 
 
-@pytest.mark.filterwarnings("error")
-def test_the_legend_of_many_stages_leaves_room_for_their_lines() -> None:
-    def colors(stages: int) -> int:
-        curves = {f"{stage}K": ([0, 16], [3.0, 3.0 - stage / stages]) for stage in range(stages)}
-        return len(np.unique(draw_loss_by_position(curves).reshape(-1, 3), axis=0))
-
-    assert colors(60) > colors(6)
-
-
 def test_only_an_expert_without_tokens_is_black() -> None:
     loads = np.array([[4.0, 1.0, 1.0, 1e-3, 3.999], [1.0, 1.0, 1.0, 1.0, 1.0], [np.nan] * 5])
     black = [(draw_expert_loads(x) == 0).all(2).sum() for x in (loads, np.where(loads < 0.01, 0.0, loads))]
