@@ -1,7 +1,7 @@
 """Where the bad values of a step begin: it is run again with the inputs, outputs and gradients of every module watched.
 
-All ranks that hold a part of the model run its modules in the same order, so events of different ranks can be compared
-by their place in that order: within a micro-batch, the first bad event of any rank is the cause of all others.
+All ranks that hold a part of the model run its modules in the same order, so the order of their events can be compared:
+within a micro-batch, the first bad event of any rank is the cause of all others.
 """
 
 import math
@@ -24,9 +24,9 @@ from torchtitan_cp.health.monitor import StepReport
 
 WEIGHT, DATA, STEP = range(3)
 FORWARD, BACKWARD = "forward", "backward"
-MIN_GROWTH = 4.0  # of a spike: a tensor that grew less, compared with a healthy step, does not stand out
+MIN_GROWTH = 4.0  # a tensor that grew less than this since a healthy step does not explain a spike
 
-# (step, micro-batches, context) -> the report of a step that is run again within the context; nothing is kept of it.
+# (step, micro-batches, context) -> report. Runs a step again within the context and discards its gradients.
 RunStep = Callable[[int, Sequence[Any], AbstractContextManager[Any]], StepReport]
 
 
@@ -35,13 +35,13 @@ class Event:
     """A number of a step on one rank, plain JSON: the first non-finite value of a tensor, or its largest.
 
     Attributes:
-        order: in the step, which is the same on all ranks.
-        micro_batch: of the rank, from 0; -1: of none.
+        order: sorts the events of a step in the order in which they happen; it is the same on all ranks.
+        micro_batch: number on this rank, from 0; -1 for a weight.
         direction: forward or backward.
-        module: by its name in the whole model; `loss` is the loss.
-        what: `output`, `input`, `input gradient`, `output gradient`, `parameter` or `gradient of` with a name; a number
-            follows where there are several.
-        value: nan, inf or -inf, or the absolute value; of a token its id.
+        module: name in the whole model; `loss` is the loss.
+        what: `output`, `input`, `input gradient`, `output gradient`, `parameter NAME` or `gradient of NAME`; a number
+            follows if the module has several.
+        value: nan, inf or -inf, or the absolute value; for a token its id.
         shape: of the tensor on this rank; index: of the value.
     """
 
@@ -55,40 +55,40 @@ class Event:
     index: tuple[int, ...]
 
     @property
-    def where(self) -> tuple[str, str, str]:
+    def location(self) -> tuple[str, str, str]:
         """Direction, module, and which of its tensors."""
         return self.direction, self.module, self.what
 
     @property
     def culprit_module(self) -> str:
-        """Name of the smallest module that made the bad value from good ones, empty if that is the whole model.
+        """Name of the smallest module that made the bad value from good ones; empty if that is the whole model.
 
-        A bad value that enters a module was made by the module around it, between its children.
+        If a bad value enters a module, the module around it made the value between its children.
         """
         entered = self.what.startswith("input" if self.direction == FORWARD else "output")
         return self.module.rpartition(".")[0] if entered else self.module
 
 
 class ModuleTrace:
-    """Records every tensor that enters or leaves a module in a step, and its gradient.
+    """Records the largest value of every tensor that enters or leaves a module in a step, and of its gradient.
 
-    Every value is read on the host, so a step takes longer. Forwards that activation checkpointing repeats are ignored.
+    The host reads every value, so a step takes longer. Forwards that activation checkpointing repeats are ignored.
     Modules must not be compiled, as hooks inside them would not run.
 
     Args:
-        parts: (number of the pipeline stage, prefix of its names, module) of each part here; the loss is one.
-        keep: a module and a micro-batch whose `inputs` and `output_gradients` are kept.
+        parts: (number of the pipeline stage, prefix of its names, module) of each part on this rank; the loss is one.
+        keep: a module and a micro-batch whose `inputs`, `keywords` and `output_gradients` are kept.
 
     Attributes:
-        seen: (largest absolute value, infinite where one is not finite; what it is of) of every tensor.
-        inputs, named: arguments of the module to keep by position and by name, tensors detached.
+        observed: (largest absolute value, or infinity if a value is not finite; event) of every tensor.
+        inputs, keywords: positional and keyword arguments of the module to keep; tensors are detached.
         output_gradients: by position among its outputs.
     """
 
     def __init__(self, parts: Iterable[tuple[int, str, nn.Module]], keep: tuple[nn.Module, int] | None = None) -> None:
         self.parts, self.keep = list(parts), keep
-        self.seen = list[tuple[float, Event]]()
-        self.inputs, self.named = list[Any](), dict[str, Any]()
+        self.observed = list[tuple[float, Event]]()
+        self.inputs, self.keywords = list[Any](), dict[str, Any]()
         self.output_gradients: dict[int, Tensor] = {}
         self._gradient: Tensor | None = None
         self._weights: set[int] = set()
@@ -102,77 +102,78 @@ class ModuleTrace:
         with ExitStack() as self._hooks:
             for number, prefix, part in self.parts:
                 for name, module in part.named_modules(prefix=prefix):
-                    before, after = (partial(see, (number, prefix), name) for see in (self._before, self._after))
+                    before, after = (partial(hook, (number, prefix), name) for hook in (self._before, self._after))
                     self._hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
                     self._hooks.enter_context(module.register_forward_hook(after))
             yield
 
-    def _before(self, part: tuple[int, str], name: str, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+    def _before(self, part: tuple[int, str], name: str, module: nn.Module, inputs: Any, keywords: Any) -> None:
         if is_recomputing():
             return
-        if name == part[1]:  # the part itself, whose forwards come in the order of the micro-batches
+        if name == part[1]:  # the part itself runs once per micro-batch, in their order
             self._forwards[part] += 1
-        self._see_all(part, name, "input", (*inputs, *named.values()), keep=False)
+        self._observe_all(part, name, "input", (*inputs, *keywords.values()), keep=False)
         if self.keep == (module, self._forwards[part] - 1):
-            self.inputs, self.named = tree_map_only(Tensor, lambda x: x.detach().clone(), (list(inputs), named))
-        for own, weight in module.named_parameters(recurse=False):
+            self.inputs, self.keywords = tree_map_only(Tensor, lambda x: x.detach().clone(), (list(inputs), keywords))
+        for weight_name, weight in module.named_parameters(recurse=False):
             if weight.requires_grad and id(weight) not in self._weights:
                 self._weights.add(id(weight))
-                see = partial(self._see, part[0], None, BACKWARD, name, f"gradient of {own}")
-                self._hooks.enter_context(weight.register_hook(see))
+                observe = partial(self._observe, part[0], None, BACKWARD, name, f"gradient of {weight_name}")
+                self._hooks.enter_context(weight.register_hook(observe))
 
     def _after(self, part: tuple[int, str], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not is_recomputing():
             outputs = output if isinstance(output, tuple) else (output,)
-            self._see_all(part, name, "output", outputs, keep=self.keep == (module, self._forwards[part] - 1))
+            self._observe_all(part, name, "output", outputs, keep=self.keep == (module, self._forwards[part] - 1))
 
-    def _see_all(self, part: tuple[int, str], name: str, what: str, values: tuple[Any, ...], keep: bool) -> None:
+    def _observe_all(self, part: tuple[int, str], name: str, what: str, values: tuple[Any, ...], keep: bool) -> None:
         number, micro_batch = part[0], self._forwards[part] - 1
         for position, x in enumerate(values):
             if isinstance(x, Tensor) and x.is_floating_point():
                 label = what if position == 0 else f"{what} {position}"
-                self._see(number, micro_batch, FORWARD, name, label, x)
+                self._observe(number, micro_batch, FORWARD, name, label, x)
                 if x.requires_grad:
-                    x.register_hook(partial(self._see_gradient, number, micro_batch, name, f"{label} gradient"))
+                    x.register_hook(partial(self._observe_gradient, number, micro_batch, name, f"{label} gradient"))
                 if x.requires_grad and keep:
                     x.register_hook(partial(self._keep_gradient, position))
 
     def _keep_gradient(self, position: int, gradient: Tensor) -> None:
         self.output_gradients[position] = gradient.clone()
 
-    def _see_gradient(self, number: int, micro_batch: int, name: str, what: str, gradient: Tensor) -> None:
+    def _observe_gradient(self, number: int, micro_batch: int, name: str, what: str, gradient: Tensor) -> None:
         self._backward_micro_batch = micro_batch
         if gradient is not self._gradient:
             self._gradient = gradient
-            self._see(number, micro_batch, BACKWARD, name, what, gradient)
-        elif self.seen and what.startswith("input") and self.seen[-1][1].what.startswith("output"):
-            # A tensor may be the output of one module and the input of the next, which made its gradient.
-            value, event = self.seen[-1]
-            self.seen[-1] = (value, replace(event, module=name, what=what))
+            self._observe(number, micro_batch, BACKWARD, name, what, gradient)
+        elif self.observed and what.startswith("input") and self.observed[-1][1].what.startswith("output"):
+            # If a tensor is the output of one module and the input of the next, the next one made its gradient.
+            value, event = self.observed[-1]
+            self.observed[-1] = (value, replace(event, module=name, what=what))
 
-    def _see(self, number: int, micro_batch: int | None, direction: str, name: str, what: str, x: Tensor) -> None:
-        if micro_batch is None:  # of a weight's gradient, which follows those of the tensors
+    def _observe(self, number: int, micro_batch: int | None, direction: str, name: str, what: str, x: Tensor) -> None:
+        if micro_batch is None:  # the gradient of a weight belongs to the micro-batch that runs backward
             micro_batch = self._backward_micro_batch
         key = (number, micro_batch, direction)
         self._counts[key] += 1
         # Forward runs up the pipeline stages and backward down.
         stage = number if direction == FORWARD else -number
         order = (STEP, micro_batch, int(direction == BACKWARD), stage, self._counts[key])
-        if found := largest_value(x):
-            self.seen.append((found[0], Event(order, micro_batch, direction, name, what, *found[1:])))
+        if largest := largest_value(x):
+            self.observed.append((largest[0], Event(order, micro_batch, direction, name, what, *largest[1:])))
 
     def growth_over(self, healthy: "ModuleTrace") -> list[tuple[float, Event]]:
-        """(growth, what) of each tensor that grew more than all before it, in the order of the step.
+        """(growth, event) of each tensor that grew more than all before it, in the order of the step.
 
         Args:
-            healthy: of a healthy step of the same shape. Growth is how many times larger a tensor is than there,
-                infinite where it is not finite.
+            healthy: trace of a healthy step of the same shape. Growth is the ratio of a tensor's largest value to its
+                largest value there; it is infinite if a value is not finite.
         """
-        before = {event.where: value for value, event in sorted(healthy.seen, key=lambda each: each[0])}  # the largest
+        by_size = sorted(healthy.observed, key=lambda pair: pair[0])
+        usual = {event.location: value for value, event in by_size}  # the largest of all micro-batches
         most, grown = 0.0, []
-        for value, event in sorted(self.seen, key=lambda each: each[1].order):
-            # What the healthy step did not have, or had as 0, does not count as growth.
-            growth = value if math.isinf(value) else value / (before.get(event.where) or math.inf)
+        for value, event in sorted(self.observed, key=lambda pair: pair[1].order):
+            # A tensor that the healthy step lacks, or that was 0 there, does not count as growth.
+            growth = value if math.isinf(value) else value / (usual.get(event.location) or math.inf)
             if growth > most:
                 most = growth
                 grown.append((growth, event))
@@ -186,37 +187,37 @@ def is_recomputing() -> bool:
 
 @torch.no_grad()
 def largest_value(x: Tensor) -> tuple[float, str, tuple[int, ...], tuple[int, ...]] | None:
-    """(size, value, shape, index) of the largest value of this rank's shard; of its first non-finite one if it has one.
+    """(size, value, shape, index) of the largest value in this rank's shard, or of its first non-finite value.
 
-    None of an empty shard. The size is the absolute value, or infinite.
+    The size is the absolute value, or infinity. Returns None for an empty shard.
     """
-    own = local_tensor(x).detach()
-    if not own.numel():
+    shard = local_tensor(x).detach()
+    if not shard.numel():
         return None
-    flat = own.flatten()
-    low, high = torch.aminmax(flat)  # which pass NaN on
+    flat = shard.flatten()
+    low, high = torch.aminmax(flat)  # both are NaN if a value is
     bad = not (low.isfinite() and high.isfinite())
     largest = flat.argmax() if high >= -low else flat.argmin()
-    at = (~flat.isfinite()).to(torch.uint8).argmax() if bad else largest
-    index = tuple(int(number) for number in torch.unravel_index(at, own.shape))
-    value = float(own[index])
+    position = (~flat.isfinite()).to(torch.uint8).argmax() if bad else largest
+    index = tuple(int(number) for number in torch.unravel_index(position, shard.shape))
+    value = float(shard[index])
     size = math.inf if bad else abs(value)
-    return size, str(value) if bad else f"{size:.3g}", tuple(own.shape), index
+    return size, str(value) if bad else f"{size:.3g}", tuple(shard.shape), index
 
 
 def find_nonfinite_weight(parts: Iterable[nn.Module], prefix: str = "") -> Event | None:
-    """The first weight of which this rank's shard has a non-finite value; the prefix is that of the parts' names."""
+    """The first weight whose shard on this rank has a non-finite value; the prefix is put before the parts' names."""
     for part in parts:
         for number, (name, parameter) in enumerate(part.named_parameters(prefix=prefix)):
-            found = largest_value(parameter)
-            if found and math.isinf(found[0]):
-                module, _, own = name.rpartition(".")
-                return Event((WEIGHT, number), -1, FORWARD, module, f"parameter {own}", *found[1:])
+            largest = largest_value(parameter)
+            if largest and math.isinf(largest[0]):
+                module, _, weight_name = name.rpartition(".")
+                return Event((WEIGHT, number), -1, FORWARD, module, f"parameter {weight_name}", *largest[1:])
     return None
 
 
 def find_invalid_tokens(batches: Iterable[dict[str, Tensor]], vocabulary: int) -> Event | None:
-    """The first token or label of this rank that the vocabulary does not have.
+    """The first token or label of this rank that is not in the vocabulary.
 
     Args:
         batches: `tokens` and `labels` `[B, S/cp]` of each micro-batch.
@@ -235,37 +236,35 @@ def find_invalid_tokens(batches: Iterable[dict[str, Tensor]], vocabulary: int) -
 def find_origin(grown: Iterable[list[tuple[float, Event]]]) -> tuple[float, Event, list[int]] | None:
     """Where bad values begin: the first tensor whose growth is at least the square root of the greatest growth.
 
-    Numbers differ from step to step, and what follows a spike inherits its growth; growth multiplies, so the root lies
-    between the two. Non-finite values have infinite growth, so the first of them is the origin.
+    Values differ a little from step to step, and tensors after a spike inherit its growth. Growth multiplies, so the
+    square root separates the two. Non-finite values have infinite growth, so the first of them is the origin.
 
     Args:
-        grown: of each rank, from ModuleTrace.growth_over.
+        grown: the result of ModuleTrace.growth_over on each rank.
 
     Returns:
-        (growth, what, the ranks where it is the first); None if nothing stands out.
+        (growth, event, the ranks on which it comes first); None if nothing stands out.
     """
-    rows = list(grown)
-    most = max((growth for row in rows for growth, _ in row), default=0.0)
+    candidates = [(growth, event, rank) for rank, row in enumerate(grown) for growth, event in row]
+    most = max((growth for growth, _, _ in candidates), default=0.0)
     if most < MIN_GROWTH:
         return None
-    first = [next((each for each in row if each[0] >= most**0.5), None) for row in rows]
-    order = min(each[1].order for each in first if each)
-    ranks = [rank for rank, each in enumerate(first) if each and each[1].order == order]
-    growth, event = first[ranks[0]]  # type: ignore[misc]
-    return growth, event, ranks
+    large = [candidate for candidate in candidates if candidate[0] >= most**0.5]
+    growth, origin, _ = min(large, key=lambda candidate: candidate[1].order)
+    return growth, origin, [rank for _, event, rank in large if event.order == origin.order]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What repeating a bad step has shown, the same on every rank.
+    """What repeating a bad step has shown; it is the same on every rank.
 
     Attributes:
         summary: a sentence for the log.
         reproduces: the step was bad again.
-        culprit: the first bad event of all ranks, if one was found.
-        ranks: on which it is the first.
-        token: where it is, as `row`, `local_token`, `sequence`, `global_token`, `document`; empty if it has none.
-        times: of a spike, how many times larger than in a healthy step; else 0.
+        culprit: the first bad event of all ranks, if there is one.
+        ranks: the ranks on which it comes first.
+        token: its token, as `row`, `local_token`, `sequence`, `global_token`, `document`; empty if it has none.
+        times: how many times larger a spike is than in a healthy step; 0 for a non-finite value.
     """
 
     summary: str
@@ -277,13 +276,13 @@ class Diagnosis:
 
     @property
     def weights_finite(self) -> bool:
-        """Whether no weight has a non-finite value, with which the next step would be bad too."""
+        """Whether all weights are finite; if one is not, the next step will be bad too."""
         return self.culprit is None or self.culprit.order[0] != WEIGHT
 
     def as_json(self) -> dict[str, Any]:
-        """As a bundle's report has it."""
-        known = asdict(self)
-        return {"said": known.pop("summary"), **known.pop("token"), **known}
+        """The diagnosis by the keys of a bundle's report."""
+        values = asdict(self)
+        return {"said": values.pop("summary"), **values.pop("token"), **values}
 
 
 @dataclass(frozen=True)
@@ -291,13 +290,13 @@ class Diagnoser:
     """Finds the module, rank and token with which the bad values of a step begin.
 
     Attributes:
-        parts: (number of the pipeline stage, module) of each part of the model here.
+        parts: (number of the pipeline stage, module) of each part of the model on this rank.
         loss: the module of the loss, which the last part calls.
         vocabulary: V.
         tp_mesh: of tensor parallelism; None without it.
         device: of this rank.
-        run_step: runs a step again.
-        compiled: the step runs without torch.compile when it is run again.
+        run_step: runs a step again, always without torch.compile.
+        compiled: whether the run itself uses torch.compile.
     """
 
     parts: Sequence[tuple[int, nn.Module]]
@@ -315,9 +314,9 @@ class Diagnoser:
 
         Args:
             step: its number.
-            micro_batches: of the step, each with `tokens`, `labels`, `plan` and `numbers` of its sequences.
+            micro_batches: of the step, each with `tokens`, `labels`, `plan` and the `numbers` of its sequences.
             report: of the step.
-            healthy: micro-batches of the newest healthy step, which a spike is compared with; empty if there is none.
+            healthy: micro-batches of the newest healthy step, with which a spike is compared; empty if there is none.
         """
         if not (report.findings or healthy):
             return Diagnosis("there is no healthy step to compare it with yet, so its module is not known", False)
@@ -340,8 +339,8 @@ class Diagnoser:
             return Diagnosis(what + repeated, True)
         if origin is None:
             what = "is finite" if report.findings else "has no spike"
-            but = ", or torch.compile, which the repeat runs without" * self.compiled
-            return Diagnosis(f"repeated, the step {what}: a hardware fault, or a race{but}", False)
+            compiler = ", or torch.compile, which the repeat runs without" * self.compiled
+            return Diagnosis(f"repeated, the step {what}: a hardware fault, or a race{compiler}", False)
         growth, culprit, ranks = origin
         token = [self._locate(culprit, micro_batches) if dist.get_rank() == ranks[0] else {}]
         dist.broadcast_object_list(token, ranks[0])
@@ -351,23 +350,23 @@ class Diagnoser:
 
     @property
     def watched(self) -> list[tuple[int, str, nn.Module]]:
-        """The parts and the loss, as ModuleTrace takes them."""
+        """The parts and the loss, in the form that ModuleTrace takes."""
         return [*((number, "", part) for number, part in self.parts), (self.parts[-1][0], "loss", self.loss)]
 
     def _locate(self, event: Event, micro_batches: Sequence[Any]) -> dict[str, int]:
-        """Where the token of a bad value is; empty for a weight or its gradient."""
+        """The token that a bad value belongs to; empty for a weight or its gradient."""
         if event.order[0] == WEIGHT or "of" in event.what.split():
             return {}
         batch = micro_batches[event.micro_batch]
         rows, tokens = batch.tokens.shape
         tp, tp_rank = (self.tp_mesh.size(), self.tp_mesh.get_local_rank()) if self.tp_mesh else (1, 0)
-        # Numbers of the tokens as the tensor may have them: all, those of this tensor-parallel rank, in one dim.
+        # A tensor may have all tokens, the share of this tensor-parallel rank, or all tokens in one dim.
         numbers = torch.arange(rows * tokens).view(rows, tokens)
         layouts = (numbers, numbers.chunk(tp, 1)[tp_rank], numbers.flatten())
-        own = next((x for x in layouts if x.shape == event.shape[: x.ndim]), None)
-        if own is None:
+        layout = next((x for x in layouts if x.shape == event.shape[: x.ndim]), None)
+        if layout is None:
             return {}
-        row, token = divmod(int(own[event.index[: own.ndim]]), tokens)
+        row, token = divmod(int(layout[event.index[: layout.ndim]]), tokens)
         position = int(batch.plan.positions[token])
         documents = batch.plan.mask.documents(batch.plan.sequence_length)
         spans = documents[row if len(documents) > 1 else 0]

@@ -12,7 +12,7 @@ class IdleExperts:
     The counts stay on the device, and the host waits for them only when it asks. They are in no checkpoint.
 
     Args:
-        steps: in a row without a token after which an expert is named; 0: never.
+        steps: an expert is named after so many steps in a row without a token; 0: never.
     """
 
     def __init__(self, steps: int) -> None:
@@ -33,7 +33,7 @@ class IdleExperts:
     def find(self) -> str:
         """A warning that names the experts that have become idle since the last call; empty if none has."""
         idle, unread, self._unread = torch.as_tensor(self._idle_steps), self._unread, 0
-        # One that was idle for longer is named already.
+        # An expert that has been idle for longer is already named.
         found = ((idle >= self.steps) & (idle < self.steps + unread)).nonzero().tolist()
         if not found or not self.steps:
             return ""

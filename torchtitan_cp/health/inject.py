@@ -1,7 +1,7 @@
-"""Faults made on purpose, for drills: detection, diagnosis and recovery answer them as they answer real ones."""
+"""Faults made on purpose, for drills: detection, diagnosis and recovery treat them as real ones."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -29,15 +29,15 @@ class Injector:
         shares_batch_with: whether a rank reads the same tokens as this one.
 
     Attributes:
-        name: of the module the fault is made in; module: that one, None if this rank does not have it.
+        name: name of the module that gets the fault; module: the module itself, None if this rank does not have it.
 
     Raises:
-        ConfigError: on all ranks, if the rank does not have the module.
+        ConfigError: on all ranks, if the rank does not have the module, or the module has no weight to corrupt.
     """
 
     def __init__(self, settings: Inject, parts: Any, vocabulary: int, shares_batch_with: Callable[[int], bool]) -> None:
         self.settings, self.vocabulary, self.shares_batch_with = settings, vocabulary, shares_batch_with
-        # A part whose output is tied to the embedding holds the embedding for its weight, without running it.
+        # The last part may hold the embedding too, for the tied weight of its output, but only the first part runs it.
         modules: dict[str, nn.Module] = {}
         for part in parts:
             if part.is_first:
@@ -48,41 +48,39 @@ class Injector:
         self.name = "tok_embeddings" if settings.where == "embedding" else in_block
         self.module = modules.get(self.name)
         if settings.step and settings.where != "data":
-            problem = [self._problem(modules)]
-            dist.broadcast_object_list(problem, settings.rank)
-            if problem[0]:
-                raise ConfigError(f"[health.inject]: {problem[0]}", fix="name a rank, layer and module that exist")
-
-    def _problem(self, known: Iterable[str]) -> str:
-        """Why the fault cannot be made on this rank, if it cannot."""
-        if self.module is None:
-            return f"rank {dist.get_rank()} has no module {self.name}; it has {', '.join(known)}"
-        if self.settings.where in ("gradient", "weight") and not _own_weight(self.module):
-            return f"{self.name} has no weight of its own"
-        return ""
+            if settings.where in ("gradient", "weight"):
+                modules = {name: module for name, module in modules.items() if _weight_name(module)}
+            known = [list(modules)]
+            dist.broadcast_object_list(known, settings.rank)
+            if self.name not in known[0]:
+                raise ConfigError(
+                    f"[health.inject]: rank {settings.rank} has no module {self.name} for where = {settings.where!r}; "
+                    f"it has {', '.join(known[0])}",
+                    fix="name a rank, layer and module that exist",
+                )
 
     def is_due(self, step: int, *, again: bool = False) -> bool:
-        """Whether the fault is made in a step, or when the step is run again."""
+        """Whether the step gets the fault, in its first run or when it is run again."""
         settings = self.settings
         return 0 < settings.step <= step < settings.step + settings.steps and not (again and settings.transient)
 
     def fault(self, step: int, *, again: bool = False) -> AbstractContextManager[None]:
-        """Make the fault in what runs within, if it is due in this step and on this rank."""
+        """Make the fault in the modules that run within this context, if it is due in this step and on this rank."""
         settings, due = self.settings, self.is_due(step, again=again)
         if due and not again and dist.get_rank() == 0:
             logger.warning("FAULT INJECTED on purpose in step %d by [health.inject]: %s", step, asdict(settings))
         if not due or settings.rank != dist.get_rank() or settings.where == "data" or self.module is None:
             return nullcontext()
-        # In a whole block before its other hooks, which have to see the fault; in other modules after the hooks of
-        # tensor parallelism.
-        block = settings.where != "embedding" and not settings.module
-        return fault_in(self.module, settings, prepend=block)
+        # The hook of a whole block runs before its other hooks, which have to see the fault; the hook of a smaller
+        # module runs after the hooks of tensor parallelism.
+        whole_block = settings.where != "embedding" and not settings.module
+        return fault_in(self.module, settings, prepend=whole_block)
 
     def corrupt(self, step: int, micro_batches: Sequence[Any], *, again: bool = False) -> tuple[Any, ...]:
-        """The micro-batches of a step, with a fault where = data in the labels of the first if it is due.
+        """The micro-batches of a step; if a fault with where = "data" is due, it is in the labels of the first.
 
-        NaN and infinity are made by one label outside the vocabulary, which makes its loss infinite; a spike by
-        replacing every label with another token.
+        For NaN and infinity, one label is outside the vocabulary, which makes its loss infinite. For a spike, every
+        label becomes another token.
         """
         settings, (first, *others) = self.settings, micro_batches
         if settings.where == "data" and self.is_due(step, again=again) and self.shares_batch_with(settings.rank):
@@ -95,19 +93,19 @@ class Injector:
         return first, *others
 
 
-def _own_weight(module: nn.Module) -> str | None:
-    """Name of the parameter of a module that a fault is made in."""
+def _weight_name(module: nn.Module) -> str | None:
+    """Name of the module's first parameter, not counting those of its children; None if it has none."""
     return next((name for name, _ in module.named_parameters(recurse=False)), None)
 
 
 @contextmanager
 def fault_in(module: nn.Module, settings: Inject, *, prepend: bool = False) -> Iterator[None]:
-    """Corrupt the first tensor that passes the place the settings name.
+    """Corrupt the first output, gradient or weight of a module that the settings name.
 
     Args:
         prepend: run before the other hooks of the module.
     """
-    weight = _own_weight(module)
+    weight_name = str(_weight_name(module))
 
     def corrupted(x: Tensor) -> Tensor:
         return corrupt_(x.clone(), settings.kind)
@@ -123,18 +121,18 @@ def fault_in(module: nn.Module, settings: Inject, *, prepend: bool = False) -> I
             return inputs
         hook.remove()
         if settings.where == "backward":
-            # A view has the module's gradient alone; the tensor's own also sums that of the residual stream.
+            # The gradient of a view comes from this module alone; that of the tensor also from the residual stream.
             x = inputs[0].view_as(inputs[0])
             inputs = (x, *inputs[1:])
         else:
-            # In the forward the weight is the gathered one, whose gradient no other rank has touched yet.
-            x = getattr(module, str(weight))
+            # During the forward this is the gathered weight, whose gradient is not yet summed over ranks.
+            x = getattr(module, weight_name)
         hooks.enter_context(x.register_hook(corrupted))
         return inputs
 
     with ExitStack() as hooks:
         if settings.where == "weight":
-            corrupt_(getattr(module, str(weight)), settings.kind)
+            corrupt_(getattr(module, weight_name), settings.kind)
         elif settings.where in ("backward", "gradient"):
             hook = hooks.enter_context(module.register_forward_pre_hook(corrupt_gradient, prepend=prepend))
         else:
@@ -144,18 +142,18 @@ def fault_in(module: nn.Module, settings: Inject, *, prepend: bool = False) -> I
 
 @torch.no_grad()
 def corrupt_(x: Tensor, kind: str) -> Tensor:
-    """Make the middle value of a tensor (of this rank's shard) NaN or infinite, or all of them large, in place."""
-    own, place, ranks = x, 0, 1
+    """Make the middle value of a tensor (of this rank's shard) NaN or infinite, or all values large, in place."""
+    local, tp_rank, tp_ranks = x, 0, 1
     if isinstance(x, DTensor):
-        own = x.to_local()
+        local = x.to_local()
         if x.device_mesh.ndim == 1 and x.placements[0].is_replicate():
-            # Each tensor-parallel rank goes on with its own share of the tokens of a replicated tensor.
-            place, ranks = x.device_mesh.get_local_rank(), x.device_mesh.size()
+            # Each tensor-parallel rank uses only its own share of the tokens of a replicated tensor.
+            tp_rank, tp_ranks = x.device_mesh.get_local_rank(), x.device_mesh.size()
     if kind == "spike":
-        own.mul_(SPIKE)
-    elif own.numel():
-        first, *others = (size // 2 for size in own.shape)
+        local.mul_(SPIKE)
+    elif local.numel():
+        first, *others = (size // 2 for size in local.shape)
         if others:
-            others[0] = own.shape[1] * (2 * place + 1) // (2 * ranks)
-        own[(first, *others)] = float(kind)
+            others[0] = local.shape[1] * (2 * tp_rank + 1) // (2 * tp_ranks)
+        local[(first, *others)] = float(kind)
     return x

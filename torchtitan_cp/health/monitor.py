@@ -1,4 +1,4 @@
-"""Detecting bad steps: one vector a rank, gathered before a reduction hides which rank is at fault."""
+"""Bad steps are detected from one vector of each rank, gathered before a reduction hides which rank is at fault."""
 
 import logging
 import math
@@ -16,12 +16,12 @@ from torchtitan_cp.config.sections import Health
 
 logger = logging.getLogger(__name__)
 
-# Entries of a rank's vector. The blocks' largest outputs and then their squared gradient norms follow.
+# Entries of a rank's vector; then follow the blocks' largest outputs and their squared gradient norms.
 LOSS, DIVISOR, LEARNED, LOGIT, GRADIENT, MEMORY, STOP, SAVE, FIRST_BLOCK = range(9)
 
-MAD_TO_STD = 1.4826  # median absolute deviations (MAD) of a normal distribution in a standard deviation
-MIN_STD_FRACTION = 0.05  # of the median: a number that hardly varies still has this standard deviation
-MIN_STEPS = 8  # a median of fewer steps says nothing
+MAD_TO_STD = 1.4826  # standard deviation over median absolute deviation (MAD) of a normal distribution
+MIN_STD_FRACTION = 0.05  # of the median: the least standard deviation that is assumed
+MIN_STEPS = 8  # before these many steps, nothing is a spike
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StepReport:
     """The numbers of a step over all ranks; every rank has the same report.
 
     Attributes:
-        loss: of the step, by training.loss_normalization; learned_tokens: that have a label.
+        loss: of the step, as training.loss_normalization says; learned_tokens: tokens that have a label.
         grad_norm: global norm before clipping; block_grad_norms: of each block's parameters.
         peak_memory_bytes: the most that any rank has used so far.
         findings: a line for each non-finite number, naming the rank.
@@ -61,18 +61,18 @@ class StepReport:
 class HealthMonitor:
     """Checks every step before the optimizers see it.
 
-    It watches the largest absolute output of each block here, and the largest gradient at the input of each part. A
-    non-finite value in a rank's backward reaches that rank's first block through the residual stream, whereas the
-    parameters' gradients are summed over ranks before they can be read. Forwards without gradients are ignored.
+    It watches the largest absolute output of each block on this rank, and the largest gradient at the input of each
+    part. A non-finite value in a rank's backward reaches that rank's first block through the residual stream, whereas
+    the parameters' gradients are summed over ranks before they can be read. Forwards without gradients are ignored.
 
     Args:
         settings: [health].
         parts: the model's modules on this rank; the keys of their `layers` are block numbers of the whole model.
-        blocks: of the whole model.
+        blocks: number of blocks of the whole model.
         device: of this rank.
 
     Attributes:
-        spikes: finds spikes; its `recent` numbers belong to the run's state.
+        spikes: finds spikes; its `recent` numbers are saved in checkpoints.
     """
 
     def __init__(self, settings: Health, parts: Iterable[nn.Module], blocks: int, device: torch.device) -> None:
@@ -82,23 +82,23 @@ class HealthMonitor:
         for part in parts:
             layers: dict[str, nn.Module] = dict(part.layers.items())  # type: ignore[operator, union-attr]
             for number, block in layers.items():
-                block.register_forward_hook(partial(self._see_output, int(number)))
+                block.register_forward_hook(partial(self._watch_output, int(number)))
             next(iter(layers.values())).register_forward_pre_hook(self._watch_input, prepend=True)
 
-    def _see_output(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
+    def _watch_output(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            self._see(number, output[0] if isinstance(output, tuple) else output)
+            self._update_largest(number, output[0] if isinstance(output, tuple) else output)
 
     def _watch_input(self, block: nn.Module, inputs: Any) -> None:
         if inputs and inputs[0].requires_grad:
-            inputs[0].register_hook(partial(self._see, -1))
+            inputs[0].register_hook(partial(self._update_largest, -1))
 
-    def _see(self, place: int, x: Tensor) -> None:
+    def _update_largest(self, index: int, x: Tensor) -> None:
         # maximum() propagates NaN.
-        torch.maximum(self._largest[place], largest(x), out=self._largest[place])
+        torch.maximum(self._largest[index], largest(x), out=self._largest[index])
 
     def pop_largest(self) -> Tensor:
-        """The largest values since the last call, which are forgotten.
+        """Return the largest values since the last call, and reset them.
 
         Returns:
             `[blocks + 1]` fp32: output of each block, 0 for blocks of other ranks; then the gradient, 0 if none came.
@@ -110,48 +110,48 @@ class HealthMonitor:
     def check_step(
         self, sums: Sequence[Tensor], square_norms: Tensor, peak_memory_bytes: int, requests: tuple[bool, bool]
     ) -> StepReport:
-        """Gather what the forward and backward just run gave on every rank. Collective.
+        """Gather the numbers of the newest forward and backward from every rank. Collective.
 
         Args:
             sums: four scalars: the summed loss of this rank's tokens, its divisor and the learned tokens of all ranks,
                 the largest logit of this rank.
-            square_norms: this rank's share of the squared gradient norm of each block and of the parameters in none,
-                `[blocks + 1]`.
+            square_norms: `[blocks + 1]`, this rank's share of the squared gradient norm of each block, and of the
+                parameters outside the blocks.
             peak_memory_bytes: of this rank.
             requests: whether this rank asks to stop, and to save, after the step.
         """
         largest_values = self.pop_largest()
         on_host = torch.tensor([peak_memory_bytes, *requests], dtype=torch.float64)
         numbers = (*sums, largest_values[-1], on_host, largest_values[:-1], square_norms)
-        own = torch.cat([x.to(sums[0].device, torch.float64, non_blocking=True).flatten() for x in numbers])
-        report = read_report(gather_rows(own))
+        vector = torch.cat([x.to(sums[0].device, torch.float64, non_blocking=True).flatten() for x in numbers])
+        report = read_report(gather_rows(vector))
         if report.findings or not self.settings.spike_threshold:
             return report
         return replace(report, spikes=self.spikes.find(report))
 
     def is_bad(self, report: StepReport) -> bool:
         """Whether the optimizer must not see the step. Spikes that are trained on are logged."""
-        trips = self.settings.on_spike == "trip"
-        if report.spikes and not trips and dist.get_rank() == 0:
+        spikes_are_bad = self.settings.on_spike == "trip"
+        if report.spikes and not spikes_are_bad and dist.get_rank() == 0:
             logger.warning("spike: %s", "; ".join(report.spikes))
-        return bool(report.findings or (report.spikes and trips))
+        return bool(report.findings or (report.spikes and spikes_are_bad))
 
 
 def largest(x: Tensor) -> Tensor:
-    """Largest absolute value, a scalar, read in one pass; NaN if there is one."""
+    """Largest absolute value, a scalar, computed in one pass; NaN if a value is NaN."""
     lowest, highest = torch.aminmax(x.detach())
     return torch.maximum(highest, -lowest)
 
 
-def gather_rows(own: Tensor) -> np.ndarray:
+def gather_rows(vector: Tensor) -> np.ndarray:
     """The vectors of all ranks, `[ranks, ...]`, with one collective and one wait of the host."""
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
+    gathered = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, vector)
     return torch.stack(gathered).cpu().numpy()
 
 
 def read_report(rows: np.ndarray) -> StepReport:
-    """The report that the ranks' vectors, `[ranks, 9 + 2 blocks]`, make."""
+    """Make the report from the ranks' vectors, `[ranks, 9 + 2 blocks]`."""
     blocks = (rows.shape[1] - FIRST_BLOCK - 1) // 2
     outputs, squares = np.split(rows[:, FIRST_BLOCK:], [blocks], axis=1)
     return StepReport(
@@ -191,12 +191,12 @@ def _nonfinite(rows: np.ndarray, outputs: np.ndarray, squares: np.ndarray) -> li
 class SpikeDetector:
     """Compares a step's loss, gradient norm, largest logit and block outputs with those of the healthy steps before it.
 
-    Median and median absolute deviation (MAD), because the outliers to be found do not move them. Only values above
-    the median are spikes.
+    It uses median and median absolute deviation (MAD), because outliers do not move them. Only values above the median
+    are spikes.
 
     Args:
         threshold: standard deviations (estimated by the MAD, at least 5 % of the median) above the median.
-        window: how many healthy steps to look back on; nothing is a spike before a quarter of them, at least 8.
+        window: how many healthy steps are compared; nothing is a spike before a quarter of them, and at least 8.
 
     Attributes:
         recent: numbers of the last healthy steps, oldest first; plain JSON.
@@ -224,7 +224,7 @@ class SpikeDetector:
         )
 
     def record_healthy_step(self, report: StepReport) -> None:
-        """Remember a step that was taken."""
+        """Remember the numbers of a healthy step."""
         self.recent = [*self.recent, _numbers(report)][-self.window :]
 
 

@@ -7,28 +7,28 @@ from typing import Any
 
 from torchtitan_cp.config.sections import Health
 
-# (step or None) -> path and progress of the newest good checkpoint, older than that step if one is given.
+# (step or None) -> path and progress of the newest good checkpoint, older than the step if one is given.
 FindCheckpoint = Callable[[int | None], tuple[Path, Any] | None]
-# A message for the log; path and progress of the checkpoint to load, None leaves the weights as they are.
+# A message for the log; path and progress of the checkpoint to load, or None to keep the weights as they are.
 Recovery = tuple[str, tuple[Path, Any] | None]
 
 
 class NonFiniteError(RuntimeError):
-    """A step had non-finite values (or a spike that trips), and [health] says that the job ends."""
+    """A step had non-finite values (or a spike that counts as such), and [health] says that the job ends."""
 
 
 @dataclass
 class RecoveryState:
-    """What bad steps have led to so far, as plain JSON in checkpoints.
+    """Counts of bad steps and of what followed them, saved in checkpoints as plain JSON.
 
     Attributes:
         skips: bad steps in a row, since a healthy step or the last rollback or cut; all_skips: of the run.
-        bad_steps: in a row, since a healthy step or a rollback; a checkpoint with any is not rolled back to.
+        bad_steps: in a row, since a healthy step or a rollback; a checkpoint with any is not used for a rollback.
         rollbacks, lr_cuts: of the run.
         lr_steps_left: healthy steps until the learning rate is as scheduled again.
         healthy_steps: since the last rollback, or the run's start.
-        rolled_back_to: step of the checkpoint that was loaded last; -1: none.
-        replays: bad steps whose tensors were kept.
+        rolled_back_to: step of the checkpoint that the last rollback loaded; -1: none.
+        replays: bad steps for which a bundle was written.
     """
 
     skips: int = 0
@@ -43,11 +43,11 @@ class RecoveryState:
 
 
 class RecoveryPolicy:
-    """Counts bad steps and chooses what is done about each.
+    """Counts bad steps and chooses what follows each.
 
     Args:
         settings: [health].
-        state: from a checkpoint, the fields of RecoveryState by name.
+        state: fields of RecoveryState by name, from a checkpoint.
     """
 
     def __init__(self, settings: Health, state: dict[str, Any]) -> None:
@@ -55,11 +55,11 @@ class RecoveryPolicy:
 
     @property
     def lr_factor(self) -> float:
-        """The factor on the learning rate now."""
+        """The current factor on the learning rate."""
         return self.settings.lr_factor**self.state.lr_cuts if self.state.lr_steps_left else 1.0
 
     def record_healthy_step(self) -> None:
-        """A step was taken, which ends a row of bad ones."""
+        """Count a step that was taken; it ends a row of bad steps."""
         state = self.state
         state.skips = state.bad_steps = 0
         state.healthy_steps += 1
@@ -69,9 +69,8 @@ class RecoveryPolicy:
         """Count a bad step, which has changed no weight, and choose what follows it.
 
         Args:
-            what: the step and stage, and what is wrong with it.
-            weights_finite: False if a weight is not finite, so that the next step would be bad too and skipping is
-                no use.
+            what: the step and stage, and what is wrong.
+            weights_finite: False if a weight is not finite; skipping does not help then.
 
         Raises:
             NonFiniteError: the job has to halt.
@@ -85,7 +84,7 @@ class RecoveryPolicy:
             )
         if state.skips <= limit and weights_finite:
             return f"{what}. Skipped: no weight was changed ({state.skips} of at most {limit} in a row)", None
-        # If the last rollback was followed by no healthy step, its checkpoint is no use.
+        # If no healthy step followed the last rollback, its checkpoint does not help.
         too_new = state.rolled_back_to if state.rolled_back_to >= 0 and not state.healthy_steps else None
         checkpoint = find_checkpoint(too_new) if settings.policy else None
         lowered = ""

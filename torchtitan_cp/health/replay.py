@@ -1,17 +1,17 @@
-"""Bundles: the tensors of a bad step's culprit on disk, and running the culprit again on one process."""
+"""Bundles hold the tensors of the module in which a bad step began; replay runs that module again on one process."""
 
 import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map, tree_map_only
@@ -35,13 +35,13 @@ from torchtitan_cp.health.inject import fault_in
 logger = logging.getLogger(__name__)
 
 REPORT, TENSORS = "report.json", "tensors.safetensors"
-PLANS = "plans"  # stands for the argument of a block that says what may attend to what
-MIN_FRACTION = 0.9  # of a spike's value that a replay must reach: another order of sums may make it a little smaller
+PLANS = "plans"  # stands for a block's argument with its attention plans
+MIN_FRACTION = 0.9  # of a spike's value that a replay must reach, as another order of summation changes it a little
 
 
 @dataclass
 class Bundle:
-    """What is written of a bad step, as safetensors and JSON.
+    """A bad step on disk, as safetensors and JSON.
 
     Attributes:
         report: plain JSON.
@@ -52,11 +52,11 @@ class Bundle:
     tensors: dict[str, Tensor]
 
     def write(self, folder: Path) -> None:
-        """Write both files; the folder is made."""
+        """Create the folder and write both files."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: x.detach().cpu().contiguous() for name, x in self.tensors.items()}, folder / TENSORS)
-        with suppress(OSError):  # some file systems have no permissions
-            (folder / TENSORS).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
+        # save_file would make a file that only its owner can read.
+        tensors = save({name: x.detach().cpu().contiguous() for name, x in self.tensors.items()})
+        (folder / TENSORS).write_bytes(tensors)
         (folder / REPORT).write_text(json.dumps(self.report, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -69,14 +69,14 @@ class Bundle:
         try:
             report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
             return cls(report, load_file(folder / TENSORS))
-        except Exception as error:  # of JSON, of safetensors, or of the disk
+        except Exception as error:  # from JSON, safetensors or the disk
             raise UserError(
                 f"{folder} does not hold the bundle of a bad step ({type(error).__name__}: {error})",
                 fix="give a folder that a run wrote under health/, e.g. outputs/run/health/step-120",
             ) from None
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """Tensors whose names begin with a prefix, by the rest of the name."""
+        """Tensors whose names begin with a prefix, by the rest of their names."""
         return {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
 
 
@@ -86,15 +86,15 @@ class Bundle:
 def save_bundle(
     diagnoser: Diagnoser, found: Diagnosis, step: int, micro_batches: Sequence[Any], about: dict[str, Any], folder: Path
 ) -> Diagnosis:
-    """Write the culprit's inputs and weights, whole whatever ranks they are spread over. Collective.
+    """Write the inputs and weights of the culprit's module, gathered from all ranks. Collective.
 
     Args:
-        found: of the step.
+        found: diagnosis of the step.
         micro_batches: of the step.
-        about: what else the report says.
+        about: more entries of the report.
 
     Returns:
-        the diagnosis, which now names the folder if it could be written.
+        the diagnosis; its summary now names the folder.
     """
     event = found.culprit
     batch = micro_batches[max(0, event.micro_batch) if event else 0]
@@ -119,24 +119,21 @@ def save_bundle(
         if event.order[0] == STEP:
             trace = ModuleTrace(diagnoser.watched, keep=(module, event.micro_batch) if module else None)
             diagnoser.run_step(step, micro_batches, trace.watching())
-            if module and (trace.inputs or trace.named):
+            if module and (trace.inputs or trace.keywords):
                 (report["arguments"], report["named"]), inputs = _whole_arguments(diagnoser, module, trace, batch)
                 tensors |= inputs
         weights = (*module.named_parameters(), *module.named_buffers()) if module else ()
         tensors |= {f"weight.{name}": _gathered(x, diagnoser) for name, x in weights}
-    written = torch.ones((), device=diagnoser.device)
     if dist.get_rank() == (found.ranks[0] if found.ranks else 0):
         try:
             Bundle(report, tensors).write(folder)
-        except Exception as error:  # the other ranks wait
+        except OSError as error:
             logger.error("the tensors of step %d cannot be written to %s: %s", step, folder, error)
-            written.zero_()
-    dist.all_reduce(written, dist.ReduceOp.MIN)
-    return replace(found, summary=f"{found.summary}; its tensors are in {folder}") if written else found
+    return replace(found, summary=f"{found.summary}; its tensors are in {folder}")
 
 
 def _gathered(x: Any, diagnoser: Diagnoser) -> Tensor:
-    """A parameter or buffer, whole; with fsdp_cpu_offload the shards are in host memory, which NCCL does not send."""
+    """A whole parameter or buffer. NCCL cannot send from host memory, where fsdp_cpu_offload keeps the shards."""
     on_device: Any = x.to(diagnoser.device)
     whole: Tensor = on_device.full_tensor() if isinstance(x, DTensor) else on_device
     return whole
@@ -145,7 +142,7 @@ def _gathered(x: Any, diagnoser: Diagnoser) -> Tensor:
 def _whole_arguments(
     diagnoser: Diagnoser, module: nn.Module, trace: ModuleTrace, batch: Any
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The arguments of a module as JSON; their tensors and the gradients of its outputs, as on one rank."""
+    """The arguments of a module as JSON; their tensors and the gradients of its outputs, gathered from all ranks."""
     mesh = diagnoser.tp_mesh
     rows, tokens = batch.tokens.shape
 
@@ -160,13 +157,13 @@ def _whole_arguments(
             return batch.plan.unshard(x.unflatten(0, (rows, tokens)), 1).flatten(0, 1)
         return batch.plan.unshard(x, 0) if x.shape[:1] == (tokens,) else x
 
-    described, tensors = pack_arguments((trace.inputs, trace.named), whole)
+    described, tensors = pack_arguments((trace.inputs, trace.keywords), whole)
     if module is diagnoser.loss:
-        # A tensor-parallel rank has some rows of the output matrix.
+        # A tensor-parallel rank has only some rows of the output matrix.
         output: Any = diagnoser.parts[-1][1].output
         tensors["input.1"] = _gathered(output.weight, diagnoser).to(trace.inputs[0].dtype)
     weight = getattr(module, "weight", None)
-    # A linear layer split by its outputs has all tokens of some outputs.
+    # If a linear layer is split by its outputs, a rank has all tokens, but only some outputs.
     split = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements[-1].is_shard(0)
     for position, gradient in trace.output_gradients.items():
         if split and mesh and not isinstance(gradient, DTensor):
@@ -179,7 +176,7 @@ def pack_arguments(arguments: Any, whole: Callable[[Tensor], Tensor]) -> tuple[A
     """A module's arguments as JSON, and their tensors.
 
     Args:
-        whole: (tensor of this rank) -> that of the whole sequence.
+        whole: (tensor of this rank) -> tensor of the whole sequence.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -196,11 +193,11 @@ def pack_arguments(arguments: Any, whole: Callable[[Tensor], Tensor]) -> tuple[A
 
 
 def _are_plans(x: Any) -> bool:
-    """Whether this is a layer's plans by window."""
+    """Whether this argument is a layer's plans by window."""
     return isinstance(x, dict) and any(isinstance(key, int) for key in x)
 
 
-# Running one again -------------------------------------------------------------------------------------------
+# Replaying a bundle -------------------------------------------------------------------------------------------
 
 
 def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None:
@@ -210,7 +207,8 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
         build: makes the module with the weights it had.
 
     Returns:
-        its first non-finite value; of a spike, the same tensor's largest value if it is as large. None: not reproduced.
+        its first non-finite value, or for a spike the same tensor's largest value if it is as large; None if the bad
+        value is not reproduced.
 
     Raises:
         UserError: the bundle has no module.
@@ -228,24 +226,26 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
     if event := find_nonfinite_weight([module], unit):
         return event
     values = {**bundle.tensors, PLANS: _make_plans(report)}
-    arguments, named = tree_map_only(str, values.__getitem__, (report["arguments"], report.get("named", {})))
-    for x in (*arguments, *named.values()):
+    arguments, keywords = tree_map_only(str, values.__getitem__, (report["arguments"], report["named"]))
+    for x in (*arguments, *keywords.values()):
         if isinstance(x, Tensor) and x.is_floating_point():
             x.requires_grad_()
     trace = ModuleTrace([(0, unit, module)])
     with _fault_again(module, report), trace.watching():
-        outputs = module(*arguments, **named)
+        outputs = module(*arguments, **keywords)
         gradients = {int(position): x for position, x in bundle.under("output_gradient.").items()}
         if report["culprit"]["direction"] == BACKWARD:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             torch.autograd.backward([outputs[position] for position in gradients], list(gradients.values()))
-    spike, where = report["times"], Event(**report["culprit"]).where
-    least = MIN_FRACTION * float(report["culprit"]["value"]) if spike else math.inf
-    return next((event for value, event in trace.seen if value >= least and (event.where == where or not spike)), None)
+    if not report["times"]:
+        return next((event for value, event in trace.observed if math.isinf(value)), None)
+    spike = Event(**report["culprit"])
+    least = MIN_FRACTION * float(spike.value)
+    return next((event for value, event in trace.observed if value >= least and event.location == spike.location), None)
 
 
 def _make_plans(report: dict[str, Any]) -> dict[int, Plan]:
-    """The plans of the block's sequences by window, on one rank."""
+    """The plans of the sequences on one rank, by window."""
     lengths = report["document_lengths"]
     rows = None if lengths is None else tuple(tuple(row) for row in lengths)
     mask = AttentionMask(document_lengths=rows)
@@ -253,7 +253,7 @@ def _make_plans(report: dict[str, Any]) -> dict[int, Plan]:
 
 
 def _fault_again(module: nn.Module, report: dict[str, Any]) -> AbstractContextManager[None]:
-    """The fault that the run made on purpose, if it made one in this module."""
+    """The fault that the run made on purpose, if it was in this module."""
     struck = dict(module.named_modules(prefix=report["unit"])).get(report["struck"])
     settings = Inject(**report["inject"])
     if not report["injected"] or struck is None or settings.where == "weight":

@@ -22,8 +22,8 @@ class StepRecord:
         mfu: model FLOPs utilization with causal attention, as a fraction of the devices' peak.
         peak_memory_bytes: the most that any rank has used so far.
         data_wait_seconds: time rank 0 waited for the batch.
-        seconds: parts of the step on rank 0: `forward`, `backward`, `optimizer`; `cp_wait`, the part of these that waits
-            for context-parallel messages; `checkpoint`, how long a save before the step blocked the run.
+        seconds: parts of the step on rank 0: `forward`, `backward`, `optimizer`; `cp_wait`, how long these waited for
+            context-parallel messages; `checkpoint`, how long a save before the step blocked the run.
         pipeline_idle: fraction of the step that rank 0 spent in the pipeline without computing; None without one.
         skipped: the step was bad and changed no weight; skipped_steps, rollbacks, lr_cuts: totals of the run.
         spikes: how many of the step's numbers were far above their recent values.

@@ -122,8 +122,8 @@ def refusals() -> list[str]:
 def test_what_cannot_be_struck_is_said_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
     first, second = ranks(2)(refusals)
     assert first == second
-    assert "rank 1 has no module layers.2; it has tok_embeddings, layers.0" in first[0]
-    assert "layers.0.1 has no weight of its own" in first[1]
+    assert "rank 1 has no module layers.2 for where = 'forward'; it has tok_embeddings, layers.0" in first[0]
+    assert "rank 1 has no module layers.0.1 for where = 'weight'; it has tok_embeddings, layers.0.0, " in first[1]
 
 
 def warn() -> list[str]:

@@ -176,7 +176,7 @@ def test_what_outgrew_a_healthy_step_first_is_where_a_spike_arises() -> None:
     torch.manual_seed(0)
     net, healthy, other = Net(), torch.randn(5, 4), torch.randn(5, 4)
     usual = measured(net, healthy, other)
-    assert any(value > 0 and event.where == ("forward", "inner.up", "output") for value, event in usual.seen)
+    assert any(value > 0 and event.location == ("forward", "inner.up", "output") for value, event in usual.observed)
     assert find_origin([measured(net, other, healthy).growth_over(usual)]) is None, (
         "steps differ, and nothing stands out"
     )
