@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_cp.attention.api import ContextParallel, attend, make_plan, sum_ranks
+from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
@@ -100,9 +101,12 @@ class _Comparison:
         lines += [f"tokens are mixed outside of attention in: {', '.join(self._mixers()) or 'no layer'}"]
         for token in self.changes:
             single, many = (_describe(self._changed(run, token)) for run in ("plain", "ranks"))
-            lines += [f"token {token} changed: with it {single} on one process, {many} on the ranks"]
+            bound = f" (a position counts if it changes by {CHANGED:g} of the largest number)" * (single != many)
+            lines += [f"token {token} changed: with it {single} on one process, {many} on the ranks{bound}"]
         lines += [f"gradients, {layer}: relative difference {x:.1e}" for layer, x in self.gradient_errors.items()]
         lines += [f"loss: {plain.loss:.6f} on one process, {ranks.loss:.6f} on the ranks"]
+        peaks = [f"{trace.peak_bytes / 2**20:,.0f} MiB" for trace in (plain, ranks)]
+        lines += [f"peak memory of the step: {peaks[0]} on one process, {peaks[1]} a rank"]
         fault, layer, evidence = next(self._faults(), ("", "", ""))
         where = f"{layer} ({self._class_of(layer)})" if layer else self._class_of(layer)
         verdict = f"NOT SAFE: {fault}: {where}: {evidence}" if fault else "safe: nothing differs"
@@ -300,8 +304,13 @@ def doctor(
             does it. With a cp it takes the whole batch and returns this rank's share of the loss; the shares add up to
             the loss of one process. With None it runs the whole sequence in one process. By default it calls
             `model(**batch)` within `context_parallel`, which returns the loss or an object that has a `loss`.
+
+    Raises:
+        PlanError: the batch holds no tokens.
     """
-    tokens, mask = next(iter(batch.values())), mask or AttentionMask()
+    tokens, mask = next(iter(batch.values()), torch.empty(0)), mask or AttentionMask()
+    if tokens.ndim < 2 or not tokens.numel():
+        raise PlanError("the batch holds no tokens", fix="put them first, [B, S], or hidden states, [B, S, E]")
     plan, run_step = cp.plan(tokens.shape[1], mask), step or partial(_step, mask=mask)
     single_cp = copy.copy(cp)
     single_cp.make_plan = partial(make_plan, kernel=cp.kernel)
@@ -319,7 +328,7 @@ def doctor(
             model.zero_grad()
             return {name: (sum_ranks(x, plan) if cp else x).cpu() for name, x in gradients.items()}
 
-        return ModelRun(model, run, gradients)
+        return ModelRun(model, run, gradients, _measure_peak)
 
     model.zero_grad()
     buffers, order = [(buffer, buffer.clone()) for buffer in model.buffers()], cp.mesh.mesh.flatten().tolist()
@@ -344,3 +353,12 @@ def _step(model: nn.Module, batch: dict[str, Tensor], cp: ContextParallel | None
         if torch.is_grad_enabled():
             loss.backward()
         return loss.detach()
+
+
+def _measure_peak() -> Callable[[], int]:
+    """Start measuring a GPU's memory. The returned function gives the peak since then; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return lambda: 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    return lambda: torch.cuda.max_memory_allocated() - before

@@ -46,7 +46,7 @@ class Trace:
         calls: the first attention call of each module that reached us.
         attending: modules that computed a softmax or another attention.
         first: the first module, and how many tokens of a sequence its output has.
-        loss: this rank's share; error: what the step raised.
+        loss: this rank's share; peak_bytes: the memory that the step adds; error: what the step raised.
     """
 
     events: dict[Event, Tensor] = field(default_factory=dict)
@@ -54,6 +54,7 @@ class Trace:
     attending: set[str] = field(default_factory=set)
     first: tuple[str, float] | None = None
     loss: float = 0.0
+    peak_bytes: int = 0
     error: str = ""
 
 
@@ -64,11 +65,13 @@ class ModelRun(NamedTuple):
         step: (position whose token is changed in the first sequence, or None) -> share of the loss. A forward, and a
             backward if gradients are enabled.
         gradients: returns full gradients by name on the host, and frees the model's. Collective on ranks.
+        measure_peak: starts measuring memory; the returned function gives the peak beyond what was held, in bytes.
     """
 
     model: nn.Module
     step: Callable[[int | None], Any]
     gradients: Callable[[], dict[str, Tensor]]
+    measure_peak: Callable[[], Callable[[], int]]
 
 
 class _Recorder(TorchDispatchMode):
@@ -151,7 +154,7 @@ def record(run: ModelRun, sequences: int, tokens: int, changed: int | None = Non
         tokens: of each sequence on this rank.
         own_values: every attention that reaches us returns its v; only without gradients.
     """
-    trace = Trace()
+    trace, peak_bytes = Trace(), run.measure_peak()
     recorder = _Recorder(run.model, trace, sequences, tokens, own_values)
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(recorder.enter).remove)
@@ -161,6 +164,7 @@ def record(run: ModelRun, sequences: int, tokens: int, changed: int | None = Non
             trace.loss = float(run.step(changed))
         except Exception as error:
             trace.error = f"{type(error).__name__}: {error}"
+    trace.peak_bytes = peak_bytes()
     return trace
 
 
@@ -174,6 +178,6 @@ def gather_trace(trace: Trace, plan: Plan, ranks: list[int]) -> Trace:
     order = torch.cat([[*plans, plan][0].layout.positions(rank) for rank in range(plan.ranks)]).argsort()
     common = [key for key in trace.events if all(key in shard.events for shard in shards)]
     trace.events = {key: torch.cat([shard.events[key] for shard in shards], 1)[:, order] for key in common}
-    trace.loss = sum(shard.loss for shard in shards)
+    trace.loss, trace.peak_bytes = sum(shard.loss for shard in shards), max(shard.peak_bytes for shard in shards)
     trace.error = next((shard.error for shard in shards if shard.error), "")
     return trace

@@ -94,7 +94,7 @@ def save_bundle(
         about: more entries of the report.
 
     Returns:
-        the diagnosis; its summary now names the folder.
+        the diagnosis; its summary now names the folder if the bundle could be written.
     """
     event = found.culprit
     batch = micro_batches[max(0, event.micro_batch) if event else 0]
@@ -124,12 +124,15 @@ def save_bundle(
                 tensors |= inputs
         weights = (*module.named_parameters(), *module.named_buffers()) if module else ()
         tensors |= {f"weight.{name}": _gathered(x, diagnoser) for name, x in weights}
+    written = torch.ones((), device=diagnoser.device)
     if dist.get_rank() == (found.ranks[0] if found.ranks else 0):
         try:
             Bundle(report, tensors).write(folder)
-        except OSError as error:
+        except Exception as error:  # the other ranks wait
             logger.error("the tensors of step %d cannot be written to %s: %s", step, folder, error)
-    return replace(found, summary=f"{found.summary}; its tensors are in {folder}")
+            written.zero_()
+    dist.all_reduce(written, dist.ReduceOp.MIN)
+    return replace(found, summary=f"{found.summary}; its tensors are in {folder}") if written else found
 
 
 def _gathered(x: Any, diagnoser: Diagnoser) -> Tensor:
@@ -226,7 +229,7 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
     if event := find_nonfinite_weight([module], unit):
         return event
     values = {**bundle.tensors, PLANS: _make_plans(report)}
-    arguments, keywords = tree_map_only(str, values.__getitem__, (report["arguments"], report["named"]))
+    arguments, keywords = tree_map_only(str, values.__getitem__, (report["arguments"], report.get("named", {})))
     for x in (*arguments, *keywords.values()):
         if isinstance(x, Tensor) and x.is_floating_point():
             x.requires_grad_()

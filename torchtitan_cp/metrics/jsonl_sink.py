@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_cp.config import UserError
 from torchtitan_cp.metrics.step_record import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,9 @@ class JsonLinesSink:
     Args:
         folder: of the run.
         after_step: lines of later steps are dropped, because a resumed run repeats those steps.
+
+    Raises:
+        UserError: the lines cannot be dropped; the files are unchanged.
     """
 
     name = METRICS_FILE
@@ -46,12 +50,21 @@ class LineFile:
     Args:
         path: created if missing.
         after_step: lines of later steps are dropped, and so is a line that a killed run left half written.
+
+    Raises:
+        UserError: as JsonLinesSink.
     """
 
     def __init__(self, path: Path, after_step: int) -> None:
         self.path, self.waiting = path, b""
-        _drop_lines_after(path, after_step)
-        self.file = path.open("ab", buffering=0)  # unbuffered, so that write says how much was written
+        try:
+            _drop_lines_after(path, after_step)
+            self.file = path.open("ab", buffering=0)  # unbuffered, so that write says how much was written
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written: {error.strerror}; it is unchanged",
+                fix="free some space or make the folder writable, then run the same command again",
+            ) from error
 
     def write(self, line: str) -> None:
         """Append a line, or keep it for later; the first kept line is reported."""
@@ -77,13 +90,21 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and unreadable ones."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith(b"\n") and _is_kept(line, step)]
-    if len(kept) < len(lines):
-        shorter = path.with_suffix(".shorter")
-        shorter.write_bytes(b"".join(kept))
-        shorter.replace(path)
+    """Drop the lines of later steps, and unreadable ones, in place: it needs no space on the disk.
+
+    Memory holds one line at a time, however long the run was.
+    """
+    path.touch()
+    with path.open("rb") as lines, path.open("r+b") as file:
+        read = kept = 0
+        for line in lines:
+            read += len(line)
+            if line.endswith(b"\n") and _is_kept(line, step):
+                kept += len(line)
+                if kept < read:  # an earlier line was dropped
+                    file.seek(kept - len(line))
+                    file.write(line)
+        file.truncate(kept)
 
 
 def _is_kept(line: bytes, step: int) -> bool:

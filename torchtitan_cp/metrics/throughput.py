@@ -1,5 +1,6 @@
 """FLOPs of a token and the peak of a device: what MFU is made of."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from torchtitan_cp.attention import Plan
+
+logger = logging.getLogger(__name__)
 
 # Dense peaks without sparsity, FLOP/s. The first key that the device's name contains counts. Source: NVIDIA's data
 # sheets, for SXM modules unless the name says PCIe.
@@ -23,6 +26,7 @@ PEAK_FLOPS = {
 MATMUL_SIZES = (256, 1024, 4096)
 MEASURE_SECONDS = 0.15  # for each size
 LONG_MATMUL_SECONDS = 0.01  # no larger size is tried after a matmul that takes longer
+BELIEVABLE_MFU = 0.9
 
 
 def flops_per_token(args: Any, seq_len: int, keys: Sequence[float] | None = None) -> float:
@@ -67,6 +71,15 @@ class Peak:
 
     flops_per_second: float
     source: str
+
+    def warn_if_exceeded(self, mfu: float) -> bool:
+        """Log that no training step reaches such an MFU, so that this peak must be too low."""
+        if mfu > BELIEVABLE_MFU:
+            logger.warning(
+                f"an MFU of {mfu:.0%} is not believable: the peak of {self.flops_per_second / 1e12:.3g} TFLOP/s a rank "
+                f"({self.source}) is too low. Set metrics.peak_tflops to the device's"
+            )
+        return mfu > BELIEVABLE_MFU
 
 
 def find_peak(device: torch.device, name: str, dtype: torch.dtype, stated_tflops: float) -> Peak:

@@ -78,7 +78,7 @@ class ChunkedCrossEntropy(nn.Module):
 
         Args:
             hidden: `[B, S/cp, E]`.
-            weight: output matrix `[V, E]`; with `vocabulary`, this rank's rows `[V_local, E]`.
+            weight: output matrix `[V, E]`; with `vocabulary`, this rank's rows `[V_local, E]`, possibly none.
             labels: `[B, S/cp]` int64; IGNORED tokens do not count, and a label outside the vocabulary makes the loss
                 infinite.
             vocabulary: None if this rank holds all rows.
@@ -136,7 +136,9 @@ class ChunkedCrossEntropy(nn.Module):
         is_here = (row >= 0) & (row < logits.shape[-1])
         row = (row * is_here).unsqueeze(-1)
         probabilities, local_log_sums, largest = _softmax(logits)
-        log_sums, targets = local_log_sums, logits.gather(-1, row).squeeze(-1).float().where(is_here, -torch.inf)
+        log_sums, targets = local_log_sums, torch.full_like(local_log_sums, -torch.inf)
+        if logits.shape[-1]:
+            targets = targets.where(~is_here, logits.gather(-1, row).squeeze(-1).float())
         if vocabulary:
             by_rank = vocabulary.gather(torch.stack([log_sums, targets]))
             log_sums, targets = by_rank[:, 0].logsumexp(0), by_rank[:, 1].amax(0)
@@ -174,7 +176,10 @@ def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vo
     """
     rows, columns = (labels != IGNORED).nonzero(as_tuple=True)
     logits = hidden[rows, columns] @ weight.t()
-    best, token = (x.double() for x in logits.max(-1))
+    best = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=hidden.device)
+    token = torch.zeros_like(best)
+    if logits.shape[-1]:
+        best, token = (x.double() for x in logits.max(-1))
     if vocabulary:
         best, token = vocabulary.gather(torch.stack([best, token + vocabulary.first])).unbind(1)
         token = token.gather(0, best.argmax(0, keepdim=True)).squeeze(0)
@@ -185,6 +190,9 @@ def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vo
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax `[tokens, V_local]` and logsumexp `[tokens]` in fp32 of logits of any dtype, and the largest logit."""
     probabilities = logits.softmax(-1, dtype=torch.float32)
+    if not logits.shape[-1]:
+        nothing = probabilities.new_full((len(logits),), -torch.inf)
+        return probabilities, nothing, nothing.amax()
     largest, token = logits.max(-1, keepdim=True)
     # The likeliest token has at least 1 / V, so its logarithm is exact to rounding.
     log_sums = largest.float() - probabilities.gather(-1, token).log()

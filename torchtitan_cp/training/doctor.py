@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
             f"the doctor cuts a sequence into documents, for which {stage.seq_len} tokens are too few",
             fix=f"give it a length: --doctor {DOCTOR_TOKENS}",
         )
-    layout = trainer.enter_stage(stage)
+    layout, peak = trainer.enter_stage(stage), partial(parity.measure_peak, trainer.device)
     parts = (7, stage.seq_len // 8, 1)
     lengths = (*parts, stage.seq_len - sum(parts))
     mask = AttentionMask(document_lengths=(lengths,))
@@ -94,11 +95,11 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
             with own_attention(documents):
                 return parity.single_loss(trainer, layout, model, plans)
 
-        return ModelRun(model, step, lambda: parity.gradients_of(model))
+        return ModelRun(model, step, lambda: parity.gradients_of(model), peak)
 
     with raised_weights(trainer.model.parts.parameters()):
         weights = parity.gather(trainer, lambda p: p)
-        ranks = ModelRun(trainer.model.parts[0], step, lambda: parity.gather(trainer, lambda p: p.grad))
+        ranks = ModelRun(trainer.model.parts[0], step, lambda: parity.gather(trainer, lambda p: p.grad), peak)
         alone = replace(layout, make_plan=make_plan).plans(mask)
         report = examine(layout.plans(mask)[0], ranks, lambda: (single(), single(alone)), 1, list(range(world.size)))
     if world.rank == 0:

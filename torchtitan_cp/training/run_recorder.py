@@ -59,6 +59,7 @@ class RunRecorder:
         self.config, self.world = config, world = model.config, model.world
         device, self.folder = world.device, Path(config.job.dump_folder)
         self.peak = find_peak(device.device, device.name, model.compute_dtype, config.metrics.peak_tflops)
+        self.peak_checked = world.rank != 0
         self.training_curves: Curves = {}
         self.evaluation_curves: Curves = {}
         self.stage_rows: dict[int, dict[str, Any]] = {}
@@ -246,7 +247,9 @@ class RunRecorder:
             )
 
     def _mfu(self, speed: float, flops: float) -> float:
-        return speed * flops / (self.peak.flops_per_second * self.world.size)
+        mfu = speed * flops / (self.peak.flops_per_second * self.world.size)
+        self.peak_checked = self.peak_checked or self.peak.warn_if_exceeded(mfu)
+        return mfu
 
     def record_evaluation(self, stage: ResolvedStage, step: int, result: EvaluationResult) -> None:
         """Record the result of an evaluation."""

@@ -12,7 +12,7 @@ from tests.support.rank_pool import RankPool
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard, wrong_answers
 
-SPLITS = {"even": (0, 25, 50), "uneven": (0, 7, 50), "four": (0, 20, 21, 30, 50)}
+SPLITS = {"even": (0, 25, 50), "uneven": (0, 7, 50), "one empty": (0, 50, 50), "four": (0, 20, 20, 21, 50)}
 
 
 def run_shard(bounds: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:

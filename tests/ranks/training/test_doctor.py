@@ -25,7 +25,7 @@ def test_an_architecture_of_ours_is_safe(ranks: Callable[[int], RankPool], tmp_p
     lines = printed.splitlines()
     assert lines[1].split()[:4] == ["layers.0.attention", "Attention", "4/2", "16/16"]
     assert any(line.startswith("gradients, layers.1: relative difference") for line in lines)
-    assert "on one process" in lines[-2]
+    assert "MiB on one process" in lines[-2]
     assert lines[-1] == "safe: nothing differs"
 
 

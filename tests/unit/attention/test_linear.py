@@ -116,7 +116,7 @@ class Convolution(nn.Module):
 
 def test_a_recording_of_own_values_takes_a_convolution_for_its_input() -> None:
     model, x = Convolution(), torch.arange(3.0 * S).view(1, S, 3)
-    run = ModelRun(model, lambda _: model(x).sum(), dict)
+    run = ModelRun(model, lambda _: model(x).sum(), dict, lambda: lambda: 0)
     with torch.no_grad():
         trace = record(run, 1, S, own_values=True)
     assert (trace.error, trace.loss) == ("", x.sum().item())

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import resource
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.custom_scalar import layout_pb2
 
+from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Metrics
 from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
 from torchtitan_cp.metrics.console_sink import COLUMNS, ConsoleSink
@@ -108,7 +110,7 @@ def test_each_step_is_a_line_at_full_precision_and_a_point_for_every_tag(tmp_pat
     assert set(board.Tags()["scalars"]) == TAGS
     assert [point.step for point in board.Scalars("train/loss")] == [2, 4]
     [file] = (tmp_path / "tensorboard").iterdir()
-    assert [event.step for event in EventFileLoader(str(file)).Load()].count(2) == 1  # one for all numbers
+    assert [event.step for event in EventFileLoader(str(file)).Load()].count(2) == 1  # of all its numbers, not of each
     texts = [board.Tensors(f"{tag}/text_summary")[0] for tag in ("stage", "health")]
     assert [(text.step, *text.tensor_proto.string_val) for text in texts] == [(1, b"4K begins"), (4, b"the loss is 9")]
 
@@ -177,12 +179,34 @@ def no_file_beyond(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_forgetting_needs_no_room_on_the_disk_nor_memory_for_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step}) + "\n" for step in range(20_000)]
+    path.write_text("".join(lines))
+    tracemalloc.start()
+    with no_file_beyond(100_000):
+        JsonLinesSink(tmp_path, after_step=19_000).close()
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.read_text() == "".join(lines[:19_001])
+    assert most_bytes < path.stat().st_size / 2
+
+
 def test_forgetting_drops_unreadable_and_later_lines_between_others(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     kept = [json.dumps({"step": step}) + "\n" for step in (1, 22, 333)]
     path.write_text(kept[0] + "\0\0\0\n" + kept[1] + '{"step": 4444}\n' + kept[2] + '{"step": 33')
     JsonLinesSink(tmp_path, after_step=333).close()
     assert path.read_text() == "".join(kept)
+
+
+def test_a_file_that_cannot_be_opened_ends_the_start_in_a_message(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    with pytest.raises(UserError) as raised:
+        JsonLinesSink(tmp_path, after_step=0)
+    assert raised.value.message == f"{path} cannot be written: Is a directory; it is unchanged"
+    assert "free some space" in raised.value.fix
 
 
 def test_lines_that_find_no_room_are_written_when_there_is_some(

@@ -7,7 +7,7 @@ import torch
 
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.metrics import throughput
-from torchtitan_cp.metrics.throughput import find_peak, flops_per_token, keys_sent
+from torchtitan_cp.metrics.throughput import Peak, find_peak, flops_per_token, keys_sent
 
 
 def args(linear_parameters: int, windows: list[int]) -> SimpleNamespace:
@@ -60,3 +60,12 @@ def test_other_work_on_the_machine_does_not_lower_the_measured_peak(monkeypatch:
     monkeypatch.setattr(torch, "mm", mm)
     assert find_peak(torch.device("cpu"), "cpu", torch.float32, 0).flops_per_second == pytest.approx(100e9)
     assert now < 0.5
+
+
+def test_an_mfu_beyond_belief_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    peak = Peak(1e9, "measured")
+    assert not peak.warn_if_exceeded(0.6)
+    assert not caplog.text
+    assert peak.warn_if_exceeded(1.13)
+    assert "an MFU of 113% is not believable" in caplog.text
+    assert "metrics.peak_tflops" in caplog.text
