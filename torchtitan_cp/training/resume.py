@@ -1,4 +1,4 @@
-"""Where a run begins: at its newest checkpoint, or with fresh weights or those of a Hugging Face checkpoint."""
+"""Where a run begins: at its newest checkpoint, with the weights of a Hugging Face checkpoint, or with fresh ones."""
 
 import dataclasses
 import logging
@@ -12,15 +12,16 @@ from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.curriculum import ResolvedStage
+from torchtitan_cp.data.corpus.cache import PreparedCorpus
 from torchtitan_cp.runtime.consistency import flatten
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
 
 logger = logging.getLogger(__name__)
 
-OWN_ROPE = "the model's own"
+MODEL_ROPE = "the model's own"
 Stages = tuple[ResolvedStage, ...]
-Saved = tuple[Path, Progress]  # a checkpoint, and where its run stood
+Saved = tuple[Path, Progress]  # a checkpoint's folder, and where its run stood
 
 
 def is_stage_trained(progress: Progress, stages: Stages) -> bool:
@@ -40,7 +41,7 @@ def count_steps(progress: Progress, stages: Stages) -> int:
 
 
 def find_first_stage(saved: Saved | None, stages: Stages) -> ResolvedStage:
-    """The stage that training begins or resumes in. A process keeps its tp and pp to its end.
+    """The stage in which training begins or resumes, whose tp and pp this process keeps to its end.
 
     Raises:
         ConfigError: the checkpoint was written in a stage that the config does not have.
@@ -56,16 +57,54 @@ def find_first_stage(saved: Saved | None, stages: Stages) -> ResolvedStage:
     return stages[min(progress.stage + is_stage_evaluated(progress, stages), len(stages) - 1)]
 
 
+def start_progress(config: Config, args: Any, corpus: PreparedCorpus, *, block_tokens: int, tp: int) -> Progress:
+    """Where a new run stands before its first step, with what must be the same to resume it.
+
+    Args:
+        args: ModelArgs, with the vocabulary set.
+        block_tokens: tokens that stay together in the data order.
+        tp: tensor-parallel degree of the first stage.
+    """
+    # Earlier versions trained experts with AdamW under "muon", and the moments of the two differ.
+    muon_experts = config.optimizer.name == "muon" and args.n_experts > 0
+    optimizer = f"{config.optimizer.name}, experts too" if muon_experts else config.optimizer.name
+    identity = {
+        "model": registry.sizes_of(args),
+        "data by source": {name: source.fingerprint[:12] for name, source in corpus.sources.items()},
+        "data": corpus.fingerprint,
+        "seed": config.training.seed,
+        "optimizer": f"{optimizer}, state in {config.optimizer.state}",
+    }
+    if config.optimizer.state == "8bit":  # torchao quantizes each shard in blocks, which another degree would cut
+        identity["the tensor-parallel degree of 8-bit moments"] = tp
+    order = {"order": config.data.order, "separator": config.data.separator}
+    return Progress(identity=identity, block_tokens=block_tokens, data_order=order)
+
+
+def refuse_to_start_over(checkpoints: CheckpointManager) -> None:
+    """Refuse to train with checkpoint.enable = false in the folder of a run that has checkpoints.
+
+    Raises:
+        ConfigError: there are checkpoints; the new run would overwrite the records of theirs.
+    """
+    if checkpoints.complete():
+        raise ConfigError(
+            f"{checkpoints.folder.parent} holds checkpoints, and checkpoint.enable = false would begin anew and drop "
+            "the records of their run",
+            fix="enable checkpoints, or give the new run a folder of its own: --job.dump_folder=...",
+        )
+
+
 def resume(
     saved: Saved | None, fresh: Progress, stages: Stages, model: ParallelModel, checkpoints: CheckpointManager
 ) -> Progress:
     """Load a checkpoint, or without one the weights that the config wants to start from. Collective.
 
     Args:
-        fresh: of a run that begins now.
+        fresh: the progress of a new run, from `start_progress`.
 
     Returns:
-        where the run stands.
+        the progress to train on from.
 
     Raises:
         ConfigError: the checkpoint is of another model or other data.
@@ -74,33 +113,33 @@ def resume(
         if model.config.model.hub_checkpoint and model.config.model.load_weights:
             _start_from_hub(model, stages)
         return fresh
-    path, before = saved
-    check_identity(before.identity, fresh.identity, path)
+    path, saved_progress = saved
+    check_identity(saved_progress.identity, fresh.identity, path)
     warn = logger.warning if model.world.rank == 0 else logger.debug
-    if changed := _changes(_data_order(before), _data_order(fresh)):
+    if changed := _changes(_data_order(saved_progress), _data_order(fresh)):
         warn("%s: the data order changes from here, and some text may be read twice", ", ".join(changed))
     checkpoints.load(path, model.parts, model.optimizers)
-    progress = before.under_config_of(fresh)
+    progress = saved_progress.under_config_of(fresh)
     logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
     if model.world.rank == 0:
         _log_changed_settings(path.parents[1] / RUN_CONFIG, model.config)
     stage = stages[progress.stage]
-    here = f"stage {stage.index + 1}"
+    number = f"stage {stage.index + 1}"
     if progress.stage_step > stage.steps:
-        warn(f"{here} has taken {progress.stage_step} steps and the config gives it {stage.steps}: it ends here")
-    goes_on = progress.stage_step and not is_stage_trained(progress, stages)
-    rope, now = before.ropes.get(str(stage.index), stage.rope_recipe), stage.rope_recipe
-    if goes_on and rope != now:
-        changed = _changes(rope, now) if rope and now else [f"{rope or OWN_ROPE} -> {now or OWN_ROPE}"]
-        warn(f"{here} goes on with another rope: {', '.join(changed)}")
-    if goes_on and (changed := _changes(before.text_recipe, stage.text_recipe)):
-        changes = ", ".join(changed)
-        warn(f"{here} reads its text differently from here on, and may skip some or read some twice: {changes}")
+        warn(f"{number} has taken {progress.stage_step} steps and the config gives it {stage.steps}: it ends here")
+    if progress.stage_step and not is_stage_trained(progress, stages):
+        was, now = progress.ropes.get(str(stage.index), stage.rope_recipe), stage.rope_recipe
+        if was != now:
+            changed = _changes(was, now) if was and now else [f"{was or MODEL_ROPE} -> {now or MODEL_ROPE}"]
+            warn(f"{number} goes on with another rope: {', '.join(changed)}")
+        if changed := _changes(progress.text_recipe, stage.text_recipe):
+            changes = ", ".join(changed)
+            warn(f"{number} reads its text differently from here on, and may skip some or read some twice: {changes}")
     return progress
 
 
 def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
-    """Load the weights of model.hub_checkpoint, and log which stages change their rotary embedding."""
+    """Load the weights of model.hub_checkpoint, and log which stages use another rotary embedding than they did."""
     settings = model.config.model
     folder = registry.hub_folder(settings, "*.safetensors*")
     load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings))
@@ -112,24 +151,24 @@ def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
 
 
 def _log_changed_settings(file: Path, config: Config) -> None:
-    """Log what differs from the settings of the run's last start, which are in a file."""
+    """Log which settings differ from those of the run's last start, which are in this file."""
     try:
-        before = load_config(file)
-    except ConfigError as error:  # it is gone, or of another version of this program
+        last_config = load_config(file)
+    except ConfigError as error:  # the file is gone, or another version of this program wrote it
         return logger.info("the settings of the last start are unknown: %s", error.message)
-    was, now = (flatten(dataclasses.asdict(settings)) for settings in (before, config))
-    # A table that only one of them has, as a stage or a rope, is named without its keys.
+    was, now = (flatten(dataclasses.asdict(settings)) for settings in (last_config, config))
+    # Keys of a table that only one of the two has, such as a stage or a rope, are left out.
     changed = _changes({name: was[name] for name in was if name in now and name != "job.dump_folder"}, now)
     if changed:
         logger.info("resumed with other settings: %s", "; ".join(changed))
 
 
 def _data_order(progress: Progress) -> dict[str, Any]:
-    """What decides the order of data, as a message names it."""
+    """What decides the data order, by the names that a message uses."""
     keys = {f"data.{name}": value for name, value in progress.data_order.items()}
     return {"tokens of the longest stage": progress.block_tokens, **keys}
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs of the settings that a checkpoint has."""
+    """The entries of `was` that have another value now, as `name old -> new`."""
     return [f"{name} {value} -> {now.get(name)}" for name, value in was.items() if now.get(name) != value]

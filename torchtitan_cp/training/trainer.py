@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.config import Config, ConfigError, UserError
+from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
@@ -28,13 +28,12 @@ from torchtitan_cp.runtime.consistency import check_agreement
 from torchtitan_cp.runtime.device import World, freeze_long_lived_objects, use_deterministic_kernels
 from torchtitan_cp.runtime.signals import StopSignals, any_rank
 from torchtitan_cp.runtime.watchdog import set_activity
-from torchtitan_cp.training import registry
+from torchtitan_cp.training import resume
 from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import start_exports
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import fit_vocabulary, resolve_run
-from torchtitan_cp.training.resume import count_steps, find_first_stage, is_stage_evaluated, is_stage_trained, resume
 from torchtitan_cp.training.run_recorder import RunRecorder
 from torchtitan_cp.training.step import StepRunner
 
@@ -46,12 +45,15 @@ class Trainer:
 
     Args:
         config: of the run; it is checked against the number of ranks.
-        world: this process among them.
-        model_args: of the model, if they are known.
-        stage_index: of the stage whose tp and pp this process has; None: of the stage where the run stands.
+        world: this process among the ranks.
+        model_args: sizes of the model; None: those that the config gives.
+        stage_index: the stage whose tp and pp this process takes; None: the stage where training begins or resumes.
 
     Attributes:
         progress: where the run stands.
+        stopping: a rank was asked to stop, so training ends after the current step.
+        save_requested: a checkpoint is due after the current step.
+        announced_stage, evaluated_stage: index of the last stage that this process announced or evaluated; -1: none.
     """
 
     def __init__(self, config: Config, world: World, model_args: Any = None, stage_index: int | None = None) -> None:
@@ -61,11 +63,11 @@ class Trainer:
         self.folder = Path(config.job.dump_folder)
         self.checkpoints = CheckpointManager(self.folder / CHECKPOINTS, config.checkpoint)
         self.saved = self.checkpoints.find_newest() if config.checkpoint.enable else None
-        first = find_first_stage(self.saved, self.stages) if stage_index is None else self.stages[stage_index]
+        first = resume.find_first_stage(self.saved, self.stages) if stage_index is None else self.stages[stage_index]
         if config.training.deterministic:
             use_deterministic_kernels()
 
-        # Without a limit: rank 0 may tokenize for hours while the others wait.
+        # No time limit: rank 0 may tokenize for hours while the others wait.
         set_activity("preparing the corpus", 0, math.inf)
         self.signals = StopSignals()
         with self.signals:
@@ -87,18 +89,7 @@ class Trainer:
         self.checkpoints.restart_interval()
         self.stopping = self.save_requested = False
         self.announced_stage = self.evaluated_stage = -1
-        muons = ", experts too" * (config.optimizer.name == "muon" and args.n_experts > 0)  # AdamW took them once
-        identity = {
-            "model": registry.sizes_of(args),
-            "data by source": {name: source.fingerprint[:12] for name, source in corpus.sources.items()},
-            "data": corpus.fingerprint,
-            "seed": config.training.seed,
-            "optimizer": f"{config.optimizer.name}{muons}, state in {config.optimizer.state}",
-        }
-        if config.optimizer.state == "8bit":  # torchao cuts their blocks by shard
-            identity["the tensor-parallel degree of 8-bit moments"] = first.tp
-        order = {name: getattr(config.data, name) for name in ("order", "separator")}
-        self.progress = Progress(identity=identity, block_tokens=run.longest, data_order=order)
+        self.progress = resume.start_progress(config, args, corpus, block_tokens=run.longest, tp=first.tp)
 
     # Where the run stands ----------------------------------------------------------------------------------
 
@@ -109,8 +100,8 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run, as far as is known now."""
-        return count_steps(self.progress, self.stages)
+        """Optimizer steps of the whole run. A gate that opens early makes it smaller."""
+        return resume.count_steps(self.progress, self.stages)
 
     @property
     def finished(self) -> bool:
@@ -118,35 +109,30 @@ class Trainer:
         return self.stage is self.stages[-1] and self._is_evaluated()
 
     def _is_trained(self) -> bool:
-        return is_stage_trained(self.progress, self.stages)
+        return resume.is_stage_trained(self.progress, self.stages)
 
     def _is_evaluated(self) -> bool:
-        return is_stage_evaluated(self.progress, self.stages)
+        return resume.is_stage_evaluated(self.progress, self.stages)
 
     @property
     def needs_relaunch(self) -> bool:
-        """Whether the current stage has another tp or pp than this process, so that a new process has to train it."""
+        """Whether the current stage has another tp or pp than this process, so that new processes must train it."""
         return (self.stage.tp, self.stage.pp) != (self.meshes.degrees.tp, self.meshes.degrees.pp)
 
     def _set_progress(self, **changes: Any) -> None:
         self.progress = dataclasses.replace(self.progress, **changes)
 
     def _set_activity(self, what: str, *, step: int | None = None) -> None:
-        """Tell the watchdog what this rank does now, for a step (by default the last one taken)."""
+        """Tell the watchdog what this rank does now, and for which step (by default the last one taken)."""
         set_activity(what, self.progress.step if step is None else step, self.watchdog_timeout_seconds)
 
     # The run -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train the rest of the curriculum. A finished run only says so."""
+        """Train the rest of the curriculum. If nothing is left to train, say so and return."""
         self._set_activity("looking for a checkpoint to resume from", step=0)
-        present = not self.config.checkpoint.enable and bool(self.checkpoints.complete())
-        if any_rank(present, device=self.device.device)[0]:
-            raise ConfigError(
-                f"{self.folder} holds checkpoints, and checkpoint.enable = false would begin anew and drop the records "
-                "of their run",
-                fix="enable checkpoints, or give the new run a folder of its own: --job.dump_folder=...",
-            )
+        if not self.config.checkpoint.enable:
+            resume.refuse_to_start_over(self.checkpoints)
         self.resume()
         done = self.progress.step
         self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, done, enabled=self.world.rank == 0)
@@ -181,13 +167,13 @@ class Trainer:
 
     def resume(self) -> None:
         """Load the newest checkpoint, or the weights to start from. Collective."""
-        self.progress = resume(self.saved, self.progress, self.stages, self.model, self.checkpoints)
+        self.progress = resume.resume(self.saved, self.progress, self.stages, self.model, self.checkpoints)
         self.evaluator.budget.trained_seconds, self.evaluator.budget.evaluation_seconds = self.progress.seconds
         if not self.finished:
             self.data_pipeline.check_epochs(self.stages, self.progress)
 
     def _train(self) -> None:
-        """Train stage by stage until the end, a stop or a halt, and save the state then."""
+        """Train stage by stage until the end, a stop or a halt, then save the state."""
         try:
             while not (self.finished or self.stopping):
                 if self._is_evaluated():
@@ -196,7 +182,7 @@ class Trainer:
                     break
                 self._run_stage(self.stage)
         except NonFiniteError:
-            with suppress(UserError):  # It is in the log, and the reason for the halt matters more.
+            with suppress(UserError):  # it is in the log, and the reason for the halt matters more
                 self._save_the_last()
             raise
         self._save_the_last()
@@ -204,34 +190,36 @@ class Trainer:
     # A stage -----------------------------------------------------------------------------------------------
 
     def _run_stage(self, stage: ResolvedStage) -> None:
-        """Take the steps left of a stage, with its own process groups, frequencies and loader, and evaluate at its end.
+        """Take the remaining steps of a stage with its own process groups, frequencies and loader, then evaluate.
 
-        It returns after a bad step too, as the loader has to skip text then. If a stop cut the evaluation short, only
-        that is left.
+        Returns early after a bad step, since the loader has to start again behind the skipped text. If a stop cut the
+        final evaluation short, no step remains and only the evaluation is made up for.
         """
         begun = time.perf_counter()
         # The first step may compile.
         self.watchdog_timeout_seconds = self.config.job.startup_timeout_seconds
         self._set_activity(f"entering stage {stage.index + 1}", step=self.progress.step + 1)
         batch_layout = self.enter_stage(stage)
-        left = 0 if self._is_trained() else stage.steps - self.progress.stage_step
+        steps_left = 0 if self._is_trained() else stage.steps - self.progress.stage_step
         ropes = self.progress.ropes | {str(stage.index): stage.rope_recipe}
-        # A finished stage that was lengthened goes on.
-        read_tokens = {} if left else self.progress.read_tokens
+        # A finished stage that the config has lengthened since then has steps left, and will read more tokens.
+        read_tokens = {} if steps_left else self.progress.read_tokens
         self._set_progress(text_recipe=stage.text_recipe, ropes=ropes, read_tokens=read_tokens)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self.model.reset_optimizers()
-        pin = self.device.device.type == "cuda"
-        first_step = self.progress.text_step if left else self.progress.text_step - 1
-        batches = self.data_pipeline.steps(first_step, max(1, left), batch_layout, pin=pin)
-        first = next(batches)
-        check_agreement(f"stage {stage.index + 1}", batch_facts(batch_layout, first))
+        # Without steps left the last batch is read again, as the stage is announced with a batch.
+        first_step = self.progress.text_step if steps_left else self.progress.text_step - 1
+        batches = self.data_pipeline.steps(
+            first_step, max(1, steps_left), batch_layout, pin=self.device.device.type == "cuda"
+        )
+        first_batches = next(batches)
+        check_agreement(f"stage {stage.index + 1}", batch_facts(batch_layout, first_batches))
         if self.announced_stage != stage.index:
             self.announced_stage = stage.index
-            self.recorder.start_stage(stage, self.progress, first[0], time.perf_counter() - begun)
-        batches = itertools.chain([first], batches)
+            self.recorder.start_stage(stage, self.progress, first_batches[0], time.perf_counter() - begun)
+        batches = itertools.chain([first_batches], batches)
         freeze_long_lived_objects()
-        for _ in range(left):
+        for _ in range(steps_left):
             with self.profiler.trace(self.progress.step + 1, lambda: self.recorder.message_seconds):
                 healthy = self._step(stage, batches)
             self.watchdog_timeout_seconds = self.config.job.timeout_seconds
@@ -248,26 +236,26 @@ class Trainer:
                 return
         if not (self._is_evaluated() or self.stopping):
             self._evaluate(stage, batch_layout)
-        if left and self._is_trained():
+        if steps_left and self._is_trained():
             self._set_progress(read_tokens=self._read_tokens())
         self._save_if_due(self._is_evaluated())
         if self._is_evaluated():
             self.recorder.end_stage(stage, self.progress)
 
     def _leave_stage(self) -> None:
-        """Move to the next stage, which reads on where this one stopped, whatever the config says of it by now."""
+        """Move to the next stage. Its text begins where this stage stopped, even if the config was changed since."""
         progress, read_tokens = self.progress, self.progress.read_tokens
-        if not read_tokens:  # of a checkpoint that does not have them
+        if not read_tokens:  # the checkpoint was written before this field existed
             self.data_pipeline.start_stage(self.stage, progress)
             read_tokens = self._read_tokens()
         self._set_progress(
             stage=progress.stage + 1, stage_step=0, stage_done=False, source_tokens=read_tokens, read_tokens={}
         )
-        self.step_runner.start_stage([])  # another length has other numbers
-        self.device.release_memory()  # for its groups
+        self.step_runner.start_stage([])  # losses and norms of another length are not comparable
+        self.device.release_memory()  # the next stage's process groups need some
 
     def _read_tokens(self) -> dict[str, int]:
-        """Tokens of each source that this stage and those before it have read."""
+        """Tokens of each source that have been read up to the current step."""
         return self.progress.source_tokens | self.data_pipeline.samples.tokens_after(self.progress.text_step)
 
     def enter_stage(self, stage: ResolvedStage) -> BatchLayout:
@@ -279,9 +267,9 @@ class Trainer:
         Raises:
             ConfigError: the ranks would not run the same stage.
         """
-        done = {name: getattr(self.progress, name) for name in ("step", "text_step")}
-        # The keys of its data are compared one by one.
-        check_agreement(f"stage {stage.index + 1}", vars(stage) | vars(stage.data) | done | {"data": ""})
+        position = {"step": self.progress.step, "text_step": self.progress.text_step}
+        # The fields of `data` are compared one by one.
+        check_agreement(f"stage {stage.index + 1}", vars(stage) | vars(stage.data) | position | {"data": ""})
         self.data_pipeline.start_stage(stage, self.progress)
         return self.model.configure_stage(stage)
 
@@ -295,8 +283,8 @@ class Trainer:
         waited = time.perf_counter() - begun
 
         self._set_activity("in forward, backward and update with the others", step=number)
-        lr = self.learning_rates.at(stage.index, self.progress.stage_step, self.progress.taken_steps)
-        lr *= self.recovery_policy.lr_factor
+        scheduled_lr = self.learning_rates.at(stage.index, self.progress.stage_step, self.progress.taken_steps)
+        lr = scheduled_lr * self.recovery_policy.lr_factor
         self.recorder.start_step(stage, number, micro_batches)
         report = self.forward_backward(micro_batches)
         self.stopping, self.save_requested = report.stop, report.save
@@ -306,6 +294,8 @@ class Trainer:
             self.step_runner.healthy_batches = micro_batches if self.config.health.on_spike == "trip" else ()
         else:
             self._recover(stage, report, micro_batches)
+        health = dataclasses.asdict(self.recovery_policy.state)
+        self._set_progress(health=health, recent=self.step_runner.monitor.spikes.recent)
         seconds = time.perf_counter() - begun
         self.evaluator.budget.trained_seconds += seconds
         self.recorder.record_step(
@@ -326,25 +316,18 @@ class Trainer:
         return self.step_runner.run(self.progress, micro_batches)
 
     def _update(self, stage: ResolvedStage, report: StepReport, lr: float) -> None:
-        """Let the optimizers run, and count the step."""
+        """Run the optimizers, and count the step."""
         self.model.update(lr, report.grad_norm, self.step_runner.routing)
         self.recovery_policy.record_healthy_step()
         self.step_runner.monitor.spikes.record_healthy_step(report)
         progress, name = self.progress, str(stage.index)
-        first = progress.stage_losses.get(name, [report.loss])[0]
-        row = [first, report.loss, float(progress.stage_step + 1)]
+        first_loss = progress.stage_losses.get(name, [report.loss])[0]
         self._set_progress(
             step=progress.step + 1,
             stage_step=progress.stage_step + 1,
             trained_tokens=progress.trained_tokens + stage.global_batch_tokens,
-            stage_losses={**progress.stage_losses, name: row},
+            stage_losses={**progress.stage_losses, name: [first_loss, report.loss, float(progress.stage_step + 1)]},
         )
-        self._keep_health()
-
-    def _keep_health(self) -> None:
-        """Put the state of what watches the run into the progress."""
-        state = dataclasses.asdict(self.recovery_policy.state)
-        self._set_progress(health=state, recent=self.step_runner.monitor.spikes.recent)
 
     # A bad step --------------------------------------------------------------------------------------------
 
@@ -356,13 +339,14 @@ class Trainer:
         """
         self.model.zero_grad()
         step, policy, job = self.progress.step + 1, self.recovery_policy, self.config.job
-        what, weights_finite = f"step {step} (stage {stage.index + 1}, {stage.name}) {report.summary}", True
-        # Time for steps without compilation, for a save under way, and for loading.
+        problem, weights_finite = f"step {step} (stage {stage.index + 1}, {stage.name}) {report.summary}", True
+        # This takes uncompiled steps, may wait for a pending save, and may load a checkpoint.
         limit = max(job.timeout_seconds, job.startup_timeout_seconds, self.config.checkpoint.timeout_seconds)
         if self.config.health.replay:
             set_activity("running a bad step again with the others", step, limit)
-            found = self.step_runner.diagnose(step, report, micro_batches, policy.state)
-            what, weights_finite = f"{what}. {found.summary[0].upper()}{found.summary[1:]}", found.weights_finite
+            diagnosis = self.step_runner.diagnose(step, report, micro_batches, policy.state)
+            problem += f". {diagnosis.summary[0].upper()}{diagnosis.summary[1:]}"
+            weights_finite = diagnosis.weights_finite
 
         def find_good_checkpoint(before: int | None) -> tuple[Path, Progress] | None:
             if not self.config.checkpoint.enable:
@@ -371,7 +355,7 @@ class Trainer:
             self.checkpoints.wait()
             return self.checkpoints.find_newest(before, healthy=True)
 
-        message, checkpoint = policy.choose_action(what, find_good_checkpoint, weights_finite=weights_finite)
+        message, checkpoint = policy.choose_action(problem, find_good_checkpoint, weights_finite=weights_finite)
         if checkpoint is None:
             self.progress = self.progress.after_skip()
         else:
@@ -379,9 +363,7 @@ class Trainer:
             self.checkpoints.load(path, self.model.parts, self.model.optimizers)
             self.progress = self.progress.after_rollback(saved)
             self.step_runner.start_stage(saved.recent)
-            # So that a resumed run skips that text too.
-            self.save_requested = True
-        self._keep_health()
+            self.save_requested = True  # so that a resumed run skips the same text
         self.metrics_logger.warn(message, self.progress.step)
 
     # Between steps -----------------------------------------------------------------------------------------
@@ -389,26 +371,24 @@ class Trainer:
     def _evaluate(self, stage: ResolvedStage, batch_layout: BatchLayout) -> None:
         """Evaluate on held-out text, and end the stage if its gate opens. Collective."""
         job = self.config.job
-        # A stage's first evaluation may compile, as its first step may.
-        first = self.evaluated_stage != stage.index
-        self.watchdog_timeout_seconds = max(job.timeout_seconds, first * job.startup_timeout_seconds)
-        found = self.evaluator.evaluate(stage, batch_layout, self.progress, at_end=self._is_trained())
+        if self.evaluated_stage != stage.index:  # a stage's first evaluation may compile, as its first step may
+            self.watchdog_timeout_seconds = max(job.timeout_seconds, job.startup_timeout_seconds)
+        result = self.evaluator.evaluate(stage, batch_layout, self.progress, at_end=self._is_trained())
         self.watchdog_timeout_seconds = job.timeout_seconds
-        reshard(self.model.parts)  # without a backward, gathered weights that are kept would stay their parameters
-        self.model.pop_timings()  # those of the evaluation are not the next step's
-        # The evaluation may have taken long.
-        requests = self._stop_and_save_requests()
+        reshard(self.model.parts)  # no backward has freed the weights that FSDP gathered
+        self.model.pop_timings()  # so that the next step does not count them
+        requests = self._stop_and_save_requests()  # the evaluation may have taken long
         self.stopping, self.save_requested = any_rank(*requests, device=self.device.device)
-        if found:
+        if result:
             self.evaluated_stage = stage.index
-            self.recorder.record_evaluation(stage, self.progress.step, found)
+            self.recorder.record_evaluation(stage, self.progress.step, result)
             if stage.index == 0:
-                self._set_progress(short_loss=found.loss, short_tokens=self.config.evaluation.tokens)
+                self._set_progress(short_loss=result.loss, short_tokens=self.config.evaluation.tokens)
             if stage.until:
-                verdict = judge(stage.until, {**found.scalars(stage.seq_len), "validation_loss": found.loss})
+                verdict = judge(stage.until, {**result.scalars(stage.seq_len), "validation_loss": result.loss})
                 self._set_progress(stage_done=verdict.opened)
                 self.recorder.record_gate(stage, self.progress, verdict)
-        if self._is_trained() and (found or not self.stopping):
+        if self._is_trained() and (result or not self.stopping):
             self._set_progress(evaluated_step=self.progress.step)
 
     def _stop_requested(self) -> bool:
@@ -416,7 +396,7 @@ class Trainer:
         return self.signals.received is not None
 
     def _stop_and_save_requests(self) -> tuple[bool, bool]:
-        """Whether this rank asks to stop, after a signal, and to save, as it is time to."""
+        """Whether this rank asks to stop (a signal came) and to save (checkpoint.interval_minutes are over)."""
         return self._stop_requested(), self.checkpoints.time_is_up()
 
     def _save_if_due(self, stage_end: bool) -> None:
@@ -430,16 +410,16 @@ class Trainer:
             self.recorder.checkpoint_seconds += time.perf_counter() - begun
 
     def _save(self, stage_end: bool) -> None:
-        # The save before it may have to finish first.
+        """Start a checkpoint, unless a weight is not finite. Collective."""
+        # Waits for the pending save first.
         set_activity("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
         self.checkpoints.restart_interval()
         self.checkpoints.wait()
         nonfinite = find_nonfinite_weight(self.model.parts) is not None
         nonfinite, lost_contact = any_rank(nonfinite, self.checkpoints.lost_contact, device=self.device.device)
         if lost_contact:
-            self.checkpoints.close()  # the next save makes a new group
-        # A later start would resume from it, and retention might delete a good checkpoint for it.
-        if nonfinite:
+            self.checkpoints.close()  # the next save makes a new process group
+        if nonfinite:  # a later start would resume from it, and retention might delete a good checkpoint for it
             if self.world.rank == 0:
                 logger.error("NO CHECKPOINT of step %d: a weight is not finite", self.progress.step)
             return
@@ -447,7 +427,7 @@ class Trainer:
         self.checkpoints.save(self.progress, self.model.parts, self.model.optimizers, stage_end=stage_end)
 
     def _save_the_last(self) -> None:
-        """Save the current state, at the end of a run or before a stop, and wait until it is on disk.
+        """Save the state at the end of a run or before a stop, and wait until it is on disk.
 
         Raises:
             UserError: it cannot be written.
@@ -455,10 +435,10 @@ class Trainer:
         if self.config.checkpoint.enable:
             set_activity("waiting for the last checkpoint", self.progress.step, self.config.checkpoint.timeout_seconds)
             self.checkpoints.wait()
-            # A rank may have lost contact in the last moment of a save that ended well elsewhere.
+            # All ranks decide together: one may have lost contact at the end of a save that succeeded on the others.
             if any_rank(self.checkpoints.newest_step != self.progress.step, device=self.device.device)[0]:
                 self._save(self._is_evaluated())
-            self.checkpoints.close()  # waits for it
+            self.checkpoints.close()  # waits for the save
             if self.checkpoints.newest_step != self.progress.step:
                 raise UserError(
                     f"the last checkpoint, of step {self.progress.step}, could not be written to "
