@@ -29,25 +29,25 @@ from torchtitan_cp.training.registry import args_from, config_for_hub, hub_confi
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 30.0  # a look reads the manifest of every checkpoint, half a second for 200 of 1,024 ranks
+POLL_SECONDS = 30.0  # polling reads every checkpoint's manifest: half a second for 200 of them, of 1,024 ranks each
 TOKENIZER_JSON = "tokenizer.json"
-ANY_TOKENIZER = "PreTrainedTokenizerFast"  # transformers' class that reads a tokenizer as its file says
+PLAIN_CLASS = "PreTrainedTokenizerFast"  # transformers' class that does just what the tokenizer's file says
 SAMPLES = ("Hello world", "  two\n\n x\t1234", "na\u00efve \u6771\u4eac \U0001f389 ")
 
-# (our name, tensor, dtype) -> tensors by hub name
+# (our name, tensor, dtype) -> tensors by their name on the hub
 ToHub = Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]
 
 
 def start_exports(folder: Path, dtype: str, tokenizer: Tokenizer) -> Callable[[bool], None]:
-    """Export the checkpoints of stage ends to `hub/step-N` from a thread, also those that an earlier start missed.
+    """Export the checkpoint of each stage's end to `hub/step-N` from a thread, and those that an earlier start missed.
 
     Args:
         folder: of the run.
         dtype: checkpoint.export; nothing happens if it is "no".
 
     Returns:
-        what ends the thread: given True it waits for the last stage's, given False the next start exports what is
-            missing.
+        a function that ends the thread. Called with True, it waits until all stages are exported; with False, the
+            run's next start exports what is missing.
     """
     if dtype == "no":
         return lambda wait: None
@@ -65,36 +65,32 @@ def start_exports(folder: Path, dtype: str, tokenizer: Tokenizer) -> Callable[[b
 
 
 def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: threading.Event) -> None:
-    """Failures are logged, and training goes on."""
-    tried, last = set[Path](), False
-    while not last:
-        last, found = ended.wait(POLL_SECONDS), list[Path]()
+    """Export every stage's end once, until `ended` is set. Failures are logged, and training goes on."""
+    tried, is_last_poll = set[Path](), False
+    while not is_last_poll:
+        is_last_poll, checkpoint = ended.wait(POLL_SECONDS), folder / CHECKPOINTS
         try:
-            found = CheckpointManager(folder / CHECKPOINTS).stage_ends()
-        except OSError as error:
-            logger.error("NO EXPORT: %s. The next look or start tries again", error)
-        for path in [path for path in found if path not in tried]:  # oldest first
-            tried.add(path)
-            out = folder / "hub" / path.name
-            try:
-                if not out.exists():
-                    export(path, out, dtype, tokenizer)
+            for checkpoint in CheckpointManager(folder / CHECKPOINTS).stage_ends():  # oldest first
+                out = folder / "hub" / checkpoint.name
+                if checkpoint not in tried and not out.exists():
+                    tried.add(checkpoint)
+                    export(checkpoint, out, dtype, tokenizer)
                     logger.info("%s is written, for transformers", out)
-            except Exception as error:
-                logger.error("NO EXPORT of %s: %s. The next start of the run tries again", path, error)
+        except Exception as error:
+            logger.error("NO EXPORT of %s: %s. The next start of the run tries again", checkpoint, error)
 
 
 def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Tokenizer | None = None) -> None:
-    """Write weights, config.json, generation_config.json, tokenizer and chat template; all of them, or nothing.
+    """Write weights, config.json, generation_config.json, tokenizer and chat template; after a failure, none of them.
 
     Args:
-        checkpoint: a step-N folder, or a run's.
+        checkpoint: a step-N folder, or a run's folder.
         out: must not exist.
         dtype: of the weights as written; float32 keeps them as they were trained.
-        tokenizer: of the run, if it is loaded.
+        tokenizer: of the run; None: it is loaded.
 
     Raises:
-        UserError: there is no checkpoint or a damaged one, the format cannot express the model, or OUT exists.
+        UserError: there is no intact checkpoint, the format cannot express the model, or `out` exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already", fix="give a new folder")
@@ -121,17 +117,20 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
 
 
 def _length(saved: SavedModel, args: Any) -> int:
-    """Tokens of the last stage, or more if the checkpoint it started from has more, by the same rotary embedding."""
+    """Length to write: of the last stage, or of the checkpoint the run started from if that is longer.
+
+    The latter holds only while the stage has that checkpoint's rotary embedding.
+    """
     length, rope, model = saved.stage.seq_len, saved.stage.rope, saved.config.model
     if not (model.hub_checkpoint and model.load_weights):
         return length
-    before = args.config if hub_of(model).load else hub_config(model)
-    own = before.get("text_config", before).get("max_position_embeddings") or 0
-    return length if rope and rope_changes(before, rope, args.rotary_dim) else max(length, own)
+    start = args.config if hub_of(model).load else hub_config(model)
+    start_length = start.get("text_config", start).get("max_position_embeddings") or 0
+    return length if rope and rope_changes(start, rope, args.rotary_dim) else max(length, start_length)
 
 
 def _by_names(args: Any, names: Mapping[str, str], name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """For an architecture that says what its parameters are called there. A tied output is stored as the embedding."""
+    """A `ToHub` for an architecture with `Hub.names`. A tied output is stored as the embedding only."""
     if args.tie_embeddings and name == "output.weight":
         return {}
     entries = hub_names(name, tensor.shape, names)
@@ -140,18 +139,18 @@ def _by_names(args: Any, names: Mapping[str, str], name: str, tensor: Tensor, dt
 
 def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dtype) -> None:
     sources, sizes = dict[str, str](), dict[str, int]()
-    for name, (size, own) in saved.tensors.items():
-        for hub_name, tensor in to_hub(name, torch.empty(size, dtype=own, device="meta"), dtype).items():
+    for name, (size, saved_dtype) in saved.tensors.items():
+        for hub_name, tensor in to_hub(name, torch.empty(size, dtype=saved_dtype, device="meta"), dtype).items():
             sources[hub_name], sizes[hub_name] = name, tensor.nbytes
 
     def read(hub_names: list[str]) -> dict[str, Tensor]:
         values = saved.read(list({sources[hub_name] for hub_name in hub_names}))
-        found: dict[str, Tensor] = {}
+        converted: dict[str, Tensor] = {}
         for name in list(values):
             tensors = to_hub(name, values.pop(name), dtype)
             # safetensors refuses tensors that share memory, as the entries of a stack do.
-            found |= {hub_name: tensors[hub_name].clone() for hub_name in hub_names if hub_name in tensors}
-        return found
+            converted |= {hub_name: tensors[hub_name].clone() for hub_name in hub_names if hub_name in tensors}
+        return converted
 
     save_hub_weights(out, sizes, read)
 
@@ -159,47 +158,52 @@ def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dty
 def _write_settings(
     saved: SavedModel, config: dict[str, Any], args: Any, length: int, tokenizer: Tokenizer, dtype: str, out: Path
 ) -> None:
-    """config.json with this length and the rotary embedding, the files of the tokenizer, and the chat template.
+    """Write config.json, generation_config.json, the tokenizer's files and the chat template.
 
-    A run that started from the weights of model.hub_checkpoint keeps the other keys and files of that checkpoint.
+    A run that started from the weights of model.hub_checkpoint keeps the other keys of that checkpoint's files.
+
+    Args:
+        config: the model's sizes, with keys as in config.json.
+        length: max_position_embeddings to write.
     """
     weights_folder = start_folder(saved.config.model) if saved.config.model.load_weights else None
     rope, hub = saved.stage.rope, hub_of(saved.config.model)
-    own: dict[str, Any] = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
+    other: dict[str, Any] = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
     if hub.load:
-        values = config if weights_folder else {**config, **own}
+        values = config if weights_folder else {**config, **other}
     else:
         if weights_folder:
-            before = hub_config(saved.config.model)
-            before = before.get("text_config", before)  # of a model that sees pictures too
-            own = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
-        trained = rope_parameters(rope or Rope(), args.rotary_dim)
-        values = {**own, **config, "max_position_embeddings": length, "rope_parameters": trained}
-    # For readers older than transformers 5, where the rotary embedding is that of all layers.
-    theirs = values.get("rope_parameters") or {}
-    older = {key: theirs[key] for key in ("rope_theta", "partial_rotary_factor") if key in theirs}
+            start = hub_config(saved.config.model)
+            start = start.get("text_config", start)  # the text model of one that reads images too
+            other = {key: value for key, value in start.items() if not key.startswith("rope_") and "dtype" not in key}
+        trained_rope = rope_parameters(rope or Rope(), args.rotary_dim)
+        values = {**other, **config, "max_position_embeddings": length, "rope_parameters": trained_rope}
+    # Programs older than transformers 5 read these keys, if all layers share one rotary embedding.
+    written_rope = values.get("rope_parameters") or {}
+    older = {key: written_rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in written_rope}
     if older:
-        older["rope_scaling"] = None if theirs.get("rope_type", "default") == "default" else theirs
+        older["rope_scaling"] = None if written_rope.get("rope_type", "default") == "default" else written_rope
     values = {**values, **older, "dtype": dtype}
     write_json(out / "config.json", values)
     stored = read_json(weights_folder / "generation_config.json") if weights_folder else None
     generation = stored or {"eos_token_id": values.get("eos_token_id")}
     template = chat_template_of(saved.config)
     write_tokenizer(saved.config, tokenizer, template, saved.stage.seq_len, out)
-    known = generation.get("eos_token_id")
-    ends = end_tokens(template, tokenizer) if template else [tokenizer.eos_id]
-    generation["eos_token_id"] = sorted({*ends, *(known if isinstance(known, list) else [known])} - {None})
+    stored_ends = generation.get("eos_token_id")
+    ends = {*end_tokens(template, tokenizer)} if template else {tokenizer.eos_id}
+    ends |= {*stored_ends} if isinstance(stored_ends, list) else {stored_ends}
+    generation["eos_token_id"] = sorted(ends - {None})
     write_json(out / "generation_config.json", generation)
 
 
 def write_tokenizer(
     config: Config, tokenizer: Tokenizer, template: ChatTemplate | None, length: int, out: Path
 ) -> None:
-    """The tokenizer's files and the chat template, so that transformers' AutoTokenizer reads text as training does.
+    """Write the tokenizer's files and the chat template so that transformers' AutoTokenizer reads text as training did.
 
     Args:
         config: of the run.
-        length: tokens that the model was trained with at once; a smaller limit of the tokenizer becomes this.
+        length: trained sequence length in tokens; a smaller `model_max_length` of the tokenizer is raised to it.
     """
     settings = config.tokenizer
     for name, path in tokenizer_files(settings, tokenizer, start_folder(config.model)).items():
@@ -207,61 +211,56 @@ def write_tokenizer(
     if template:
         (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
     if tokenizer.path:
-        # Without a class, transformers makes a tokenizer of the model's family, which may split text otherwise.
-        own: dict[str, Any] = {"tokenizer_class": ANY_TOKENIZER, "eos_token": tokenizer.eos_token}
-        own |= (template.variables if template else {}) | (read_json(out / CONFIG_FILE) or {})
-        if (own.get("model_max_length") or length) < length:
-            own["model_max_length"] = length
-        write_json(out / CONFIG_FILE, own)
-        # A tokenizer.json by itself leaves transformers no choice.
-        sure = (settings.kind, own["tokenizer_class"], settings.bos) == ("huggingface", ANY_TOKENIZER, True)
-        if settings.path and not sure:
-            chats = any(source.conversations for source in config.data.by_name().values())
+        # Without a class, transformers makes a tokenizer of the model's family, which may split text differently.
+        values: dict[str, Any] = {"tokenizer_class": PLAIN_CLASS, "eos_token": tokenizer.eos_token}
+        values |= (template.variables if template else {}) | (read_json(out / CONFIG_FILE) or {})
+        if (values.get("model_max_length") or length) < length:
+            values["model_max_length"] = length
+        write_json(out / CONFIG_FILE, values)
+        # A tokenizer.json with the plain class decides everything, so it cannot differ.
+        decided = (settings.kind, values["tokenizer_class"], settings.bos) == ("huggingface", PLAIN_CLASS, True)
+        if settings.path and not decided:
+            conversations = any(source.conversations for source in config.data.by_name().values())
             try:
-                _match_tokenizer(tokenizer, own["tokenizer_class"], out, chats=chats)
-            except Exception as error:  # transformers raises what it likes
+                _match_tokenizer(tokenizer, values["tokenizer_class"], out, conversations)
+            except Exception as error:  # transformers raises errors of many types
                 logger.warning("the exported tokenizer is not compared with %s: %s", tokenizer.path, error)
 
 
-def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path, *, chats: bool) -> None:
-    """Warn if transformers, by the class of this name, splits or begins text unlike training.
+def _match_tokenizer(tokenizer: Tokenizer, class_name: str, out: Path, conversations: bool) -> None:
+    """Make transformers read the exported tokenizer as training did, and warn if it still does not.
 
     Args:
-        chats: the model read conversations.
+        class_name: of transformers' tokenizer, as tokenizer_config.json gives it.
+        conversations: the model was trained on some.
     """
     transformers = import_extra("transformers", extra="hub", needed_by="comparing the exported tokenizer")
-
-    def load() -> Any:
-        verbosity = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity_error()  # it reads config.json too, and warns of some
-        try:
-            return transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
-        finally:
-            transformers.logging.set_verbosity(verbosity)
-
-    theirs = load()
-    if isinstance(tokenizer, SentencePieceTokenizer) and name == ANY_TOKENIZER and not (out / TOKENIZER_JSON).exists():
-        # Of the model it reads everything except what becomes of spaces.
-        _set_spaces(theirs.backend_tokenizer, tokenizer.spaces, chats)
-        theirs.backend_tokenizer.save(str(out / TOKENIZER_JSON))
-        theirs = load()
+    load = partial(transformers.AutoTokenizer.from_pretrained, out, local_files_only=True)
+    exported = load()
+    has_json = (out / TOKENIZER_JSON).exists()
+    if isinstance(tokenizer, SentencePieceTokenizer) and class_name == PLAIN_CLASS and not has_json:
+        # transformers converts all of a SentencePiece model except its treatment of spaces.
+        _set_spaces(exported.backend_tokenizer, tokenizer.spaces, conversations)
+        exported.backend_tokenizer.save(str(out / TOKENIZER_JSON))
+        exported = load()
     for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
-        split, whole = (theirs(text, add_special_tokens=add)["input_ids"] for add in (False, True))
-        own = [*tokenizer.bos_ids, *ids.tolist()]
-        if split != ids.tolist() or whole[: len(own)] != own:
-            does = "begins" if split == ids.tolist() else "splits"
+        expected = [*tokenizer.bos_ids, *ids.tolist()]
+        # Behind the text it may add an end token, which training adds at the end of a document.
+        same_start = exported(text)["input_ids"][: len(expected)] == expected
+        if exported(text, add_special_tokens=False)["input_ids"] != ids.tolist() or not same_start:
             logger.warning(
-                "THE EXPORTED TOKENIZER %s text unlike %s in training, e.g. %r: it is read as %s",
-                *(does, tokenizer.path, text, type(theirs).__name__),
+                "THE EXPORTED TOKENIZER reads text unlike %s in training, e.g. %r: it is read as %s",
+                *(tokenizer.path, text, type(exported).__name__),
             )
             return
 
 
-def _set_spaces(backend: Any, spaces: str, chats: bool) -> None:
-    """Normalize spaces as the SentencePiece model does that writes "   a" as `spaces`.
+def _set_spaces(backend: Any, spaces: str, conversations: bool) -> None:
+    """Normalize spaces as a SentencePiece model that writes "   a" as `spaces`.
 
     Args:
-        chats: put no space after a special token; then a text that begins with a space gets no other either.
+        backend: a `tokenizers.Tokenizer`, changed in place.
+        conversations: put no space after a special token. A text that begins with a space then gets no second one.
     """
     library = import_extra("tokenizers", extra="hub", needed_by="comparing the exported tokenizer")
     normalizers, mark = library.normalizers, SPACE_MARK
@@ -269,7 +268,7 @@ def _set_spaces(backend: Any, spaces: str, chats: bool) -> None:
     if spaces in ("a", f"{mark}a"):
         steps += [normalizers.Strip(), normalizers.Replace(library.Regex(" {2,}"), " ")]
     if spaces in (f"{mark}a", f"{4 * mark}a"):
-        if chats:
+        if conversations:
             backend.pre_tokenizer = library.pre_tokenizers.Metaspace(mark, prepend_scheme="first", split=False)
         else:
             steps.append(normalizers.Prepend(mark))
