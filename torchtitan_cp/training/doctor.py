@@ -103,12 +103,5 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         alone = replace(layout, make_plan=make_plan).plans(mask)
         report = examine(layout.plans(mask)[0], ranks, lambda: (single(), single(alone)), 1, list(range(world.size)))
     if world.rank == 0:
-        if look := getattr(trainer.model.args, "look", None):
-            turned = " and ".join(f"{dims} dims of a head by {name}" for name, dims in look.rotaries.items())
-            routers, softcap = len(look.routers) or "no", f"{look.logit_softcap:g}" if look.logit_softcap else "none"
-            print(
-                f"{look.model_class}: {len(look.layers)} layers; rotary embeddings turn {turned or 'nothing'}; "
-                f"{routers} routers of experts; logits x {look.logit_scale:g}, soft cap {softcap}"
-            )
         print(report.text)
     return not report.fault

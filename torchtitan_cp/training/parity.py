@@ -53,8 +53,9 @@ class Row:
 
     Attributes:
         what: the loss, or the attention output or gradients of a part of the model.
-        difference: relative L2 difference to one rank in fp32; largest: largest difference over the largest value.
-        allowed: the difference that still counts as parity.
+        difference: relative L2 difference from one rank in fp32.
+        largest: the largest difference over the largest value.
+        allowed: the largest `difference` that still counts as parity.
     """
 
     what: str
@@ -69,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One stage of the curriculum, with its layout, beside one rank; peak memory is what the step adds."""
+    """A stage of the curriculum compared with one rank. Peaks are the memory that the step adds to what was held."""
 
     layout: str
     seq_len: int
@@ -79,8 +80,8 @@ class Comparison:
     holds: bool
 
 
-# Of a forward and backward: the loss, then the attention outputs, then the gradients of each layer as one vector, all
-# unsharded fp32 tensors on the host.
+# Results of a forward and backward by name, in this order: the loss, the attention outputs, and each layer's gradients
+# as one vector. All are unsharded fp32 tensors on the host.
 Values = dict[str, Tensor]
 
 
@@ -98,10 +99,9 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     """
     config = exact_config(config)
     trainer = Trainer(config, world)
-    # The first stage of each kind.
-    layouts = {_kind(stage): stage for stage in reversed(trainer.stages)}
+    first_of_kind = {_kind(stage): stage for stage in reversed(trainer.stages)}
     comparisons = []
-    for stage in sorted(layouts.values(), key=lambda stage: stage.index):
+    for stage in sorted(first_of_kind.values(), key=lambda stage: stage.index):
         if (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
             trainer = Trainer(config, world, stage_index=stage.index)
         check_fits(trainer, length)
@@ -109,13 +109,13 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
         check_dump_folder(config.job.dump_folder)
-        found = json.dumps([asdict(comparison) for comparison in comparisons], indent=1)
-        (Path(config.job.dump_folder) / "parity.json").write_text(found)
+        text = json.dumps([asdict(comparison) for comparison in comparisons], indent=1)
+        (Path(config.job.dump_folder) / "parity.json").write_text(text)
     return all(comparison.holds for comparison in comparisons)
 
 
 def _kind(stage: ResolvedStage) -> tuple[Any, ...]:
-    """What a short step depends on."""
+    """What a short step of the stage depends on."""
     layout = stage.tp, stage.pp, stage.cp, stage.strategy, stage.all_to_all_ranks
     return *layout, stage.data.document_mask, stage.data.restart_positions, stage.rope
 
@@ -129,14 +129,14 @@ def shorten(trainer: Trainer, stage: ResolvedStage, length: int, default: int = 
     Raises:
         ConfigError: the ranks cannot share so many tokens, or the model has no positions for them.
     """
-    config, least = trainer.config, length_unit(stage.cp, stage.tp)
-    if length % least:
+    divisor = length_unit(stage.cp, stage.tp)
+    if length % divisor:
         raise ConfigError(
             f"the length {length} cannot be shared by cp = {stage.cp} and tp = {stage.tp}",
-            fix=f"give a multiple of {least}",
+            fix=f"give a multiple of {divisor}",
         )
     registry.check_length(trainer.model.args, "the length", length)
-    unit = stage.cp * trainer.meshes.degrees.tp * (8 if config.context_parallel.layout == "balanced" else 2)
+    unit = stage.cp * stage.tp * (8 if trainer.config.context_parallel.layout == "balanced" else 2)
     seq_len = length or min(-(-default // unit) * unit, stage.seq_len)
     micro_batches = trainer.meshes.pp.size()
     tokens = seq_len * stage.dp * stage.micro_batch_sequences * micro_batches
@@ -167,36 +167,36 @@ def _compare(trainer: Trainer, stage: ResolvedStage) -> Comparison:
 
 
 def measure_peak(device: Device) -> Callable[[], int]:
-    """Begin to measure; the function that it returns says what memory was needed on top, in bytes."""
+    """Start measuring memory. The returned function gives the peak since then beyond what was held before, in bytes."""
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
     return lambda: device.peak_memory_bytes() - before
 
 
 def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Values, int]:
-    """The step with parallelism, gathered, and its peak memory, the largest of all ranks."""
+    """The step with parallelism: its results, gathered, and the largest peak of memory of any rank. Collective."""
     batches = read_step(trainer.data_pipeline.samples, batch_layout, 0)
     peak_bytes = measure_peak(trainer.device)
     with _record_attention(trainer.model.parts) as outputs:
         report = trainer.forward_backward(batches)
     peak = torch.tensor(peak_bytes(), device=trainer.device.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    own = {key: batches[0].plan.unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
+    attention = {name: batches[0].plan.unshard(_all_heads(out, trainer)).float().cpu() for name, out in outputs.items()}
     gradients = gather(trainer, lambda p: p.grad)
     trainer.model.zero_grad()
-    return _values(report.loss, _gather_pipeline(trainer, own), gradients), int(peak)
+    return _values(report.loss, _gather_pipeline(trainer, attention), gradients), int(peak)
 
 
 def _single_step(
     trainer: Trainer, stage: ResolvedStage, batch_layout: BatchLayout, weights: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[Values, int]:
-    """All sequences of the step on this rank alone, with the plain model and full logits in fp32, and peak memory."""
+    """The same step on this rank by itself, with the plain model and full logits in fp32: results and peak memory."""
     model = single_model(trainer, stage, weights, PlainAttention(), dtype)
     peak_bytes = measure_peak(trainer.device)
     with _record_attention([model]) as outputs:
         loss = single_loss(trainer, batch_layout, model)
     peak = peak_bytes()
-    attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
+    attention = {name: out[: stage.micro_batch_sequences].float().cpu() for name, out in outputs.items()}
     return _values(loss, attention, gradients_of(model)), peak
 
 
@@ -220,10 +220,10 @@ def single_loss(trainer: Trainer, batch_layout: BatchLayout, model: nn.Module, p
     """The loss of a step's whole sequences, from full logits in fp32; backward runs where gradients are enabled.
 
     Args:
-        plans: what the model's attention is given; None: the number of each token's document.
+        plans: passed to the model's attention; None: the number of each token's document, as PlainAttention expects.
     """
-    whole = all_sequences(trainer, batch_layout)
-    tokens, labels, weights, positions, documents = map(trainer.device.move, whole)
+    batch = all_sequences(trainer, batch_layout)
+    tokens, labels, weights, positions, documents = map(trainer.device.move, batch)
 
     def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
         logits = output(hidden).float().flatten(0, 1)
@@ -252,8 +252,8 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
     """
     samples, normalization = trainer.data_pipeline.samples, trainer.config.training.loss_normalization
     numbers = assign_sequences(samples, 0, batch_layout).flatten().tolist()
-    alone = replace(batch_layout, make_plan=make_plan, windows=(), weighted=normalization == "conversation")
-    batch = collate(samples.sequence, alone, numbers)
+    unsharded = replace(batch_layout, make_plan=make_plan, windows=(), weighted=normalization == "conversation")
+    batch = collate(samples.sequence, unsharded, numbers)
     documents = [torch.repeat_interleave(torch.tensor(samples.document_lengths(number))) for number in numbers]
     weights = (batch.labels != IGNORED).float() if batch.weights is None else batch.weights
     mean = 1.0 if normalization == "batch_tokens" else weights.double().mean().item() or 1.0
@@ -281,19 +281,20 @@ def _record_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]
 def gather(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
     """`get` of each parameter and buffer, gathered from all ranks, fp32 on the host. Collective."""
     parts = trainer.model.parts
-    found = {name: get(x) for part in parts for name, x in (*part.named_parameters(), *part.named_buffers())}
-    on_device = {name: x.to(trainer.device.device) for name, x in found.items() if x is not None}  # as NCCL wants them
-    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in on_device.items()}
-    return _gather_pipeline(trainer, {name: x.detach().float().cpu() for name, x in whole.items()})
+    local = {name: get(x) for part in parts for name, x in (*part.named_parameters(), *part.named_buffers())}
+    # NCCL gathers tensors on the GPU only, and offloaded ones are on the host.
+    on_device = {name: x.to(trainer.device.device) for name, x in local.items() if x is not None}
+    full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in on_device.items()}
+    return _gather_pipeline(trainer, {name: x.detach().float().cpu() for name, x in full.items()})
 
 
-def _gather_pipeline(trainer: Trainer, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name of all pipeline ranks. Collective."""
+def _gather_pipeline(trainer: Trainer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name from all pipeline ranks. Collective."""
     if trainer.model.pipeline is None:
-        return own
-    stages: list[Any] = [None] * trainer.model.pipeline.ranks
-    dist.all_gather_object(stages, own, group=trainer.model.pipeline.group)
-    return {name: x for stage in stages for name, x in stage.items()}
+        return tensors
+    by_rank: list[Any] = [None] * trainer.model.pipeline.ranks
+    dist.all_gather_object(by_rank, tensors, group=trainer.model.pipeline.group)
+    return {name: x for part in by_rank for name, x in part.items()}
 
 
 def _all_heads(out: Tensor, trainer: Trainer) -> Tensor:
@@ -303,7 +304,7 @@ def _all_heads(out: Tensor, trainer: Trainer) -> Tensor:
 
 
 def _values(loss: float, attention: dict[str, Tensor], gradients: dict[str, Tensor]) -> Values:
-    """What is compared."""
+    """The results that are compared, by name."""
     return {
         "loss": torch.tensor(loss),
         **{f"attention output, {name}": out for name, out in attention.items()},
@@ -312,32 +313,37 @@ def _values(loss: float, attention: dict[str, Tensor], gradients: dict[str, Tens
 
 
 def _rows(parallel: Values, exact: Values, rounded: Values, dtype: torch.dtype) -> Iterator[Row]:
-    """The differences, in the order of `exact`."""
-    least = FP32_TOLERANCE if dtype == torch.float32 else BF16_FLOOR
+    """The differences, in the order of `exact`.
+
+    Args:
+        exact, rounded: one rank's results in fp32 and in the run's dtype.
+    """
+    min_allowed = FP32_TOLERANCE if dtype == torch.float32 else BF16_FLOOR
     for what, value in exact.items():
-        want, got = value.double(), parallel.get(what, torch.full_like(value, torch.nan)).double()
-        allowed = max(BF16_ALLOWANCE * difference(rounded[what].double(), want), least)
-        largest = ((got - want).abs().max() / want.abs().max()).item()
-        yield Row(what, difference(got, want), largest, allowed)
+        expected, found = value.double(), parallel.get(what, torch.full_like(value, torch.nan)).double()
+        allowed = max(BF16_ALLOWANCE * difference(rounded[what].double(), expected), min_allowed)
+        largest = ((found - expected).abs().max() / expected.abs().max()).item()
+        yield Row(what, difference(found, expected), largest, allowed)
 
 
 def check_fits(trainer: Trainer, length: int = 0) -> None:
-    """Refuse a model that does not fit unsharded, with gradients and what is compared, beside the sharded one.
+    """Refuse a model that does not fit on one rank: unsharded, with gradients and the compared copies.
 
     Args:
-        length: of the sequences that plain attention makes masks of.
+        length: tokens of the sequences that plain attention makes masks for.
+
+    Raises:
+        ConfigError: it does not fit.
     """
-    parameters = trainer.model.parameter_count
     copies = 5 if trainer.model.compute_dtype == torch.float32 else 7  # weights, gradients, both gathered, in 2 dtypes
-    needed, free = parameters * 4 * copies + PAIR_BYTES * length**2, trainer.device.free_memory_bytes()
+    needed = trainer.model.parameter_count * 4 * copies + PAIR_BYTES * length**2
+    free = trainer.device.free_memory_bytes()
     if needed > free:
-        settings = trainer.config.model
-        layers = "num_hidden_layers" if registry.architecture(settings).args_of else "n_layers"
-        fresh = " --model.load_weights=false" * bool(settings.hub_checkpoint and settings.load_weights)
+        layers = "num_hidden_layers" if registry.architecture(trainer.config.model).args_of else "n_layers"
         raise ConfigError(
             f"parity needs the whole model on one rank, with masks of length², {needed / 2**30:,.0f} GiB, and "
             f"{free / 2**30:.0f} GiB are free",
-            fix=f"check a slice of it, or fewer tokens: --model.overrides.{layers}=2{fresh}",
+            fix=f"check a slice of it, or fewer tokens: --model.overrides.{layers}=2 --model.load_weights=false",
         )
 
 

@@ -1,6 +1,6 @@
 """Architectures by name, as the commands registered them, and the sizes of a config's model.
 
-ModelArgs are these sizes, of the class that the architecture chose: LlamaArgs, MoeArgs, HybridArgs or HuggingFaceArgs.
+"ModelArgs" are these sizes; each architecture has a class for them: LlamaArgs, MoeArgs, HybridArgs, HuggingFaceArgs.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from torchtitan_cp.config.load import build
 from torchtitan_cp.config.sections import Model, Rope
 
 DEFAULT_FLAVOR = "debug"
-_ARCHITECTURES: dict[str, Any] = {}  # of models.architecture.Architecture, which this room does not import
+_ARCHITECTURES: dict[str, Any] = {}  # values are models.architecture.Architecture, which this room must not import
 
 
 def register(architectures: Iterable[Any]) -> None:
@@ -60,7 +60,6 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
     """
     for stage in stages:
         _check_lacks(config, stage)
-        # torch.compile cannot recompute them.
         reason = args.never_compiled_and_recomputed
         if config.compile.enable and stage.activation.checkpoint != "none" and reason:
             raise ConfigError(
@@ -93,10 +92,13 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
 
 
 def check_length(args: Any, what: str, tokens: int) -> None:
-    """Refuse sequences longer than the model's table of positions.
+    """Refuse sequences longer than the model's table of learned positions.
+
+    Args:
+        what: the key or thing that gives the length, for the message.
 
     Raises:
-        ConfigError: naming `what` gives the length.
+        ConfigError: the table is shorter.
     """
     if 0 < args.longest < tokens:
         raise ConfigError(
@@ -107,16 +109,16 @@ def check_length(args: Any, what: str, tokens: int) -> None:
 
 
 def _check_lacks(config: Config, stage: Any) -> None:
-    """Refuse degrees and flags that the architecture lacks."""
+    """Refuse degrees above 1 and flags that the architecture does not support."""
     for key, reason in architecture(config.model).lacks.items():
         section, name = key.split(".")
-        of_stage = {"parallel": stage, "activation": stage.activation}
-        value = getattr(of_stage.get(section, getattr(config, section)), name)
-        plain = False if isinstance(value, bool) else 1
-        if value != plain:
+        stage_sections = {"parallel": stage, "activation": stage.activation}
+        value = getattr(stage_sections.get(section, getattr(config, section)), name)
+        off = False if isinstance(value, bool) else 1
+        if value != off:
             raise ConfigError(
                 f"{key} is not supported by the architecture {config.model.architecture!r}: {reason}",
-                fix=f"set {key} = {str(plain).lower()}, or use another model.architecture",
+                fix=f"set {key} = {str(off).lower()}, or use another model.architecture",
             )
 
 
@@ -157,19 +159,19 @@ def model_args_of(model: Model) -> Any:
 
 
 def sizes_of(args: Any) -> dict[str, Any]:
-    """ModelArgs as JSON and TOML have them, with lists for tuples."""
+    """ModelArgs as plain JSON values, with lists for tuples."""
     return dict(json.loads(json.dumps(dataclasses.asdict(args))))
 
 
 def args_from(model: Model, sizes: Mapping[str, Any]) -> Any:
-    """ModelArgs of the architecture that [model] names, from what `sizes_of` gives.
+    """ModelArgs of the architecture that [model] names: the inverse of `sizes_of`.
 
     Raises:
-        ConfigError: an unknown size, or one of the wrong type; only model.overrides can have any.
+        ConfigError: model.overrides brought an unknown size, or one of the wrong type.
     """
-    found = architecture(model)
-    kind = found.args_type() if found.args_type else type(next(iter(found.flavors.values())))
-    return build(kind, sizes, where="model.overrides", file=f"the architecture {model.architecture!r}")
+    chosen = architecture(model)
+    args_type = chosen.args_type() if chosen.args_type else type(next(iter(chosen.flavors.values())))
+    return build(args_type, sizes, where="model.overrides", file=f"the architecture {model.architecture!r}")
 
 
 def hub_of(model: Model) -> Any:
@@ -191,15 +193,15 @@ def config_for_hub(model: Model, args: Any, length: int, rope: Rope | None) -> d
     """ModelArgs with the keys of Hugging Face's config.json.
 
     Args:
-        length, rope: as trained, in that file if the architecture's hub has `load`.
+        length, rope: as trained; included only if the architecture's hub has `load`.
 
     Raises:
         ConfigError: the format cannot express them.
     """
     hub = hub_of(model)
-    trained = (length, rope and rope_parameters(rope, args.rotary_dim)) if hub.load else ()
+    as_trained = (length, rope and rope_parameters(rope, args.rotary_dim)) if hub.load else ()
     try:
-        return hub.config(args, *trained)
+        return hub.config(args, *as_trained)
     except ValueError as error:
         raise ConfigError(
             f"the model cannot be written in Hugging Face's format: {error}",
@@ -208,12 +210,12 @@ def config_for_hub(model: Model, args: Any, length: int, rope: Rope | None) -> d
 
 
 def has_hub_config(model: Model) -> bool:
-    """Whether a config.json says what the model is."""
+    """Whether the sizes come from a config.json."""
     return bool(model.hub_checkpoint or model.config)
 
 
 def _args_of_config(model: Model) -> Any:
-    """ModelArgs of an architecture without flavors."""
+    """ModelArgs of an architecture that takes any config.json and has no flavors."""
     if model.flavor or not has_hub_config(model):
         raise ConfigError(
             f"the architecture {model.architecture!r} takes its sizes from a config.json"
@@ -223,32 +225,22 @@ def _args_of_config(model: Model) -> Any:
     try:
         return architecture(model).args_of(hub_config(model), model.overrides)
     except (ValueError, TypeError, KeyError) as error:
-        others = [known for known in _ARCHITECTURES.values() if known.hub and not known.args_of]
-        takers = [repr(known.name) for known in others if _takes(known.hub, hub_config(model))]
-        fix = f"set model.architecture = {' or '.join(takers)}" if takers else "use another model"
+        others = [known.name for known in _ARCHITECTURES.values() if known.hub and not known.args_of]
+        fix = f"use another model, or try the other values of model.architecture: {', '.join(others)}"
         if model.overrides:
             fix = f"change model.overrides, or {fix}"
         raise _config_error(model, f": {error}", fix) from None
 
 
-def _takes(hub: Any, config: dict[str, Any]) -> bool:
-    """Whether a config.json is of an architecture with this format."""
-    try:
-        return bool(hub.sizes(config))
-    except (ValueError, TypeError, KeyError):
-        return False
-
-
 def _hub_sizes(model: Model) -> dict[str, Any]:
-    """Sizes of config.json, named as in ModelArgs."""
+    """Sizes in config.json, named as in ModelArgs."""
     try:
         return hub_of(model).sizes(hub_config(model))
-    except KeyError as error:
-        raise _config_error(model, f" has no {error}", "give a complete config.json") from None
-    except (ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError) as error:
+        problem = f" has no {error}" if isinstance(error, KeyError) else f": {error}"
         others = [repr(known.name) for known in _ARCHITECTURES.values() if known.args_of]
         fix = f"use another checkpoint, or try model.architecture = {' or '.join(others)}, which takes most models"
-        raise _config_error(model, f": {error}", fix) from None
+        raise _config_error(model, problem, fix) from None
 
 
 def hub_config(model: Model) -> dict[str, Any]:
@@ -260,10 +252,8 @@ def hub_config(model: Model) -> dict[str, Any]:
     try:
         return dict(json.loads(_config_path(model).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        fix = "give a folder with config.json"
-        if model.hub_checkpoint:
-            fix += " and *.safetensors, as `hf download --local-dir` makes it"
-        fix += f"; a path is relative to the current directory, {Path.cwd()}"
+        fix = "give a folder with config.json (and *.safetensors for weights), as `hf download --local-dir` makes it; "
+        fix += f"a path is relative to the current directory, {Path.cwd()}"
         raise _config_error(model, f" cannot be read: {getattr(error, 'strerror', error)}", fix) from None
 
 
@@ -280,7 +270,10 @@ def _config_path(model: Model) -> Path:
 
 
 def hub_folder(model: Model, pattern: str = "config.json") -> Path:
-    """The folder of model.hub_checkpoint; where it is a name on the hub, files like `pattern` are downloaded.
+    """The folder of model.hub_checkpoint. If it is a name on the hub, its files are downloaded first.
+
+    Args:
+        pattern: which files to download besides the small ones: settings, tokenizer and chat template.
 
     Raises:
         ConfigError: they cannot be downloaded.
@@ -291,7 +284,7 @@ def hub_folder(model: Model, pattern: str = "config.json") -> Path:
     hub = import_extra("huggingface_hub", extra="hub", needed_by=f"model.hub_checkpoint = {name!r}")
     try:
         return Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.jinja", "tokenizer*", pattern]))
-    except Exception as error:  # of the network, of its server, of its cache
+    except Exception as error:  # the network, the server and the cache have their own
         raise ConfigError(
             f"model.hub_checkpoint: there is no folder {name}, and downloading it failed: {error}",
             fix="give a folder with config.json and *.safetensors, or a name on the hub",
@@ -299,18 +292,19 @@ def hub_folder(model: Model, pattern: str = "config.json") -> Path:
 
 
 def start_folder(model: Model) -> Path | None:
-    """The folder of model.hub_checkpoint; None if training begins from no checkpoint."""
+    """The folder of model.hub_checkpoint; None without one."""
     return hub_folder(model) if model.hub_checkpoint else None
 
 
 def _check_hub_sizes(model: Model, args: Any, hub_sizes: dict[str, Any]) -> None:
     """Refuse a flavor or overrides that contradict the hub checkpoint."""
-    others = {name: size for name, size in hub_sizes.items() if getattr(args, name) != size}
-    # The same windows can be written in several ways.
-    if "windows" in others and dataclasses.replace(args, windows=others["windows"]).layer_windows == args.layer_windows:
-        del others["windows"]
-    if others:
-        differences = ", ".join(f"{name} = {getattr(args, name)!r}, not {size!r}" for name, size in others.items())
+    differing = {name: size for name, size in hub_sizes.items() if getattr(args, name) != size}
+    # Different values of `windows` can give every layer the same window.
+    windows = differing.get("windows")
+    if windows is not None and dataclasses.replace(args, windows=windows).layer_windows == args.layer_windows:
+        del differing["windows"]
+    if differing:
+        differences = ", ".join(f"{name} = {getattr(args, name)!r}, not {size!r}" for name, size in differing.items())
         set_keys = " and ".join(key for key in ("flavor", "overrides") if getattr(model, key))
         raise ConfigError(
             f"model.{set_keys} contradicts model.hub_checkpoint = {model.hub_checkpoint!r}: {differences}",

@@ -1,6 +1,6 @@
 """Decides whether a config may run on a number of ranks. Check, plan, dry run, parity and the trainer all ask here.
 
-The launcher waits for it, so nothing that only training needs is imported.
+The launcher waits for this check, so the module imports nothing that only training needs.
 """
 
 import math
@@ -26,11 +26,11 @@ from torchtitan_cp.training import registry
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A config that may run on so many ranks, with everything that their number decides.
+    """A config that may run on this number of ranks, and what follows from that number.
 
     Attributes:
         stages: of the curriculum.
-        degrees: of the mesh in each stage.
+        degrees: of the mesh, for each stage.
         model_args: sizes of the model; vocab_size is 0 where the tokenizer decides it.
     """
 
@@ -63,13 +63,13 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `parallel.pipeline_stages.plan_pipeline`: there are enough layers for pp and the schedule, which this torch has.
     - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
 
-    So pp = 3 is allowed if the degrees multiply to `ranks`, the architecture has pipelines (`check_model`), there are
-    enough layers (`plan_pipeline`), and the schedule takes the step's micro-batches, the blocks' recomputation and
-    compile, and checkpoints are on where stages have another pp (`_check_stage` and `_check_stage_sections` of
-    `config/check.py`).
+    For example, pp = 3 is allowed if the degrees multiply to `ranks`; the architecture supports pipelines
+    (`check_model`); there are enough layers (`plan_pipeline`); the schedule works with the step's micro-batches, the
+    recomputation of blocks and compile; and checkpoints are on if another stage has another pp (`_check_stage` and
+    `_check_stage_sections` of `config/check.py`).
 
     Args:
-        model_args: of `config.model`, if they are known, e.g. with the tokenizer's vocabulary.
+        model_args: sizes of the model, e.g. with the tokenizer's vocabulary; None: those that the config gives.
 
     Raises:
         UserError, ContextParallelError: the first rule that is broken, with its fix.
@@ -101,10 +101,10 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
 
 
 def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
-    """The model's sizes, with embeddings for all ids of the tokenizer.
+    """The model's sizes, with an embedding for every token id.
 
     Args:
-        size: number of ids of the tokenizer.
+        size: number of token ids of the tokenizer.
 
     Raises:
         ConfigError: the model has fewer embeddings, or data.separator is not one of the ids.
@@ -126,35 +126,29 @@ def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
 
 
 def with_defaults(config: Config) -> Config:
-    """The config with its flavor and each stage's RoPE filled in: each key as written, else config.json's, else the
-    default. An architecture that takes any config.json keeps the RoPE written there where a stage has none.
+    """The config with the defaults that depend on other keys: flavor, each stage's RoPE, and max_document.
 
-    Conversations get a limit of their length.
+    Each RoPE key is taken as written, else from config.json, else it has its default. With an architecture that takes
+    any config.json, a stage without `rope` keeps the model's own RoPE. Conversations are limited to the longest stage.
     """
     model, stages = config.model, config.curriculum.stages
     config = replace(config, data=_with_limits(config.data, stages))
-    own, has_hub = registry.architecture(model).args_of, registry.has_hub_config(model)
+    takes_any, has_hub = registry.architecture(model).args_of, registry.has_hub_config(model)
     if has_hub and any(stage.rope for stage in stages):
-        hub = registry.model_args_of(model).config if own else registry.hub_config(model)
+        hub = registry.model_args_of(model).config if takes_any else registry.hub_config(model)
         stages = tuple(replace(stage, rope=stage.rope and fill_rope(stage.rope, hub)) for stage in stages)
-    if not own and not all(stage.rope for stage in stages):
+    if not takes_any and not all(stage.rope for stage in stages):
         rope = hub_rope(registry.hub_config(model)) if has_hub else Rope()
         stages = tuple(replace(stage, rope=stage.rope or rope) for stage in stages)
-    flavor = model.flavor or ("" if own or has_hub else registry.DEFAULT_FLAVOR)
+    flavor = model.flavor or ("" if takes_any or has_hub else registry.DEFAULT_FLAVOR)
     return config.with_keys(model={"flavor": flavor}, curriculum={"stages": stages})
 
 
 def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
-    """The limit of conversations that have none is the longest stage."""
+    """Limit conversations to the longest stage where [data] sets no limit."""
     longest = max((stage.seq_len for stage in stages), default=0)
 
     def limit(source: SourceKeys) -> int:
-        if source.conversations and not source.max_document and 0 < longest < source.min_document:
-            raise ConfigError(
-                f"{source.where}.min_document = {source.min_document} is more than the longest stage, {longest} tokens,"
-                " to which conversations are limited",
-                fix="lower min_document, or lengthen a stage",
-            )
         return source.max_document or longest * source.conversations
 
     sources = tuple(replace(source, max_document=limit(source)) for source in data.sources)
@@ -162,7 +156,7 @@ def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
 
 
 def exact_config(config: Config) -> Config:
-    """The config without what rounds or drops numbers on purpose, so that ranks can be compared with one process."""
+    """The config without features that round or drop numbers on purpose, so that ranks equal one process."""
     return config.with_keys(
         parallel={"expert_capacity": 0.0},
         training={"float8": "none", "reduce_dtype": "float32"},
@@ -184,7 +178,7 @@ def doctor_config(config: Config, ranks: int) -> Config:
         context_parallel={"kernel": "auto"},
         compile={"enable": False},
         checkpoint={"enable": False, "export": "no"},
-        lr_scheduler={"warmup_steps": 0},  # rules of these are for the whole run
+        lr_scheduler={"warmup_steps": 0},  # the rules for these keys are about the whole run
         evaluation={"position_seq_len": 0, "passkey": replace(config.evaluation.passkey, lengths=())},
     )
 
@@ -203,7 +197,7 @@ def check_files(config: Config) -> None:
 
 
 def check_hub_weights(config: Config, args: Any) -> None:
-    """Check that model.hub_checkpoint has weights, with `hub.load` also of these ModelArgs, unless the run resumes.
+    """Check that model.hub_checkpoint has weights, unless the run resumes. With `hub.load`, they must fit these args.
 
     Raises:
         ConfigError: it has none, or those of another model.

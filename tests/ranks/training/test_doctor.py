@@ -79,10 +79,7 @@ def test_a_fault_under_a_model_of_transformers_is_named(
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("family", "routers"), [("gpt-oss", 2), ("DeepSeek-V3", 1)])
-def test_a_family_of_transformers_is_safe(
-    ranks: Callable[[int], RankPool], tmp_path: Path, family: str, routers: int
-) -> None:
+@pytest.mark.parametrize("family", ["gpt-oss", "DeepSeek-V3"])
+def test_a_family_of_transformers_is_safe(ranks: Callable[[int], RankPool], tmp_path: Path, family: str) -> None:
     safe, printed = ranks(2)(diagnose, write_family(tmp_path, family))[0]
     assert safe, printed
-    assert f" dims of a head by model.rotary_emb.inv_freq; {routers} routers of experts; logits x 1" in printed

@@ -79,10 +79,8 @@ def test_conversations_may_be_as_long_as_the_longest_stage_and_are_packed_whole(
     assert resolve(path, 1, *CHAT, "--data.max_document=50").config.data.max_document == 50
     longer = f"--data.min_document={run.longest + 1}"
     assert resolve(path, 1, longer)
-    limited = rf"min_document = {run.longest + 1} is more than the longest stage, {run.longest} tokens"
-    with pytest.raises(ConfigError, match=limited) as caught:
+    with pytest.raises(ConfigError, match=f"max_document = {run.longest} is less than min_document"):
         resolve(path, 1, *CHAT, longer)
-    assert caught.value.fix == "lower min_document, or lengthen a stage"
     assert resolve(path, 1).config.data.max_document == 0
     sources = '--data.sources=[{name = "a", source = "jsonl", path = "x", messages_field = "m"}, {name = "b"}]'
     alone = ("--data.source=python-stdlib", "--data.path=", "--data.validation_fraction=0.02")
@@ -133,14 +131,15 @@ def test_the_doctor_asks_nothing_of_what_only_the_whole_training_has(
     assert [stage.seq_len for stage in resolve_run(examined, 4).stages] == [256]
 
 
-def test_a_model_that_another_architecture_takes_is_sent_there(tmp_path: Path) -> None:
+def test_a_model_that_another_architecture_may_take_is_sent_there(tmp_path: Path) -> None:
     config, path = tmp_path / "config.json", write_run(tmp_path)
     hybrid = Qwen3_5TextConfig(num_hidden_layers=4, vocab_size=300)
     config.write_text(json.dumps(hybrid.to_dict()))
     model = ["--model.architecture=huggingface", "--model.flavor=", f"--model.config={config}", "--model.overrides={}"]
     with pytest.raises(ConfigError, match="a layer of linear_attention, which is unsupported") as refused:
         resolve(path, 1, *model)
-    assert refused.value.fix == "set model.architecture = 'qwen3_5'"
+    assert refused.value.fix.startswith("use another model, or try the other values of model.architecture: ")
+    assert "qwen3_5" in refused.value.fix
     resolve(path, 1, "--model.architecture=qwen3_5", *model[1:])
     with pytest.raises(ConfigError, match="did you mean 'hidden_size'") as refused:
         resolve(path, 1, *model[:3], "--model.overrides={hidden_sise = 64}")
