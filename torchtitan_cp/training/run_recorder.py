@@ -1,6 +1,5 @@
 """Builds the records of a run from its steps, evaluations and stages, and hands them to the metrics logger."""
 
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cp.attention import Plan
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
 from torchtitan_cp.config import to_toml
@@ -36,22 +34,20 @@ from torchtitan_cp.parallel.experts import Routing
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
 
-logger = logging.getLogger(__name__)
-SPEED_DECAY = 0.9  # per step, of the moving average of a stage's speed
-Curves = dict[str, tuple[Sequence[int], Sequence[float]]]  # loss by position of each stage, see figures
+Curves = dict[str, tuple[Sequence[int], Sequence[float]]]  # stage -> (first positions of bins, mean losses)
 
 
 class RunRecorder:
     """Records a run and changes nothing in it.
 
     Args:
-        model: that is trained.
-        data: that it reads.
+        model: the model in training.
+        data: the text it reads.
         metrics_logger: takes the records.
 
     Attributes:
-        checkpoint_seconds: how long saves have blocked the run since the newest step; the trainer adds to it.
-        message_seconds: of the newest step, in which context-parallel messages were waited for, and were in flight.
+        checkpoint_seconds: how long saves have blocked training since the last step; the trainer adds to it.
+        message_seconds: of the last step, (waiting for context-parallel messages, messages in flight).
     """
 
     def __init__(self, model: ParallelModel, data: DataPipeline, metrics_logger: MetricsLogger) -> None:
@@ -63,20 +59,18 @@ class RunRecorder:
         self.training_curves: Curves = {}
         self.evaluation_curves: Curves = {}
         self.stage_rows: dict[int, dict[str, Any]] = {}
-        self.speeds: dict[int, float] = {}
         self.newest: StepRecord | None = None
         self.evaluation: EvaluationResult | None = None
         self.evaluated_at = 0
         self.checkpoint_seconds, self.message_seconds = 0.0, (0.0, 0.0)
         self.routing: Routing | None = None
         self.idle_experts = IdleExperts(config.health.idle_expert_steps)
-        self.retries = 0
 
     def start(self, done: int) -> None:
         """Write the run's folder, open the logs and print what will run.
 
         Args:
-            done: optimizer steps taken before.
+            done: optimizer steps taken by earlier starts.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -89,17 +83,17 @@ class RunRecorder:
             if tokenizer.path and config.tokenizer.trained:
                 replace_file(self.folder / TOKENIZER_FILE, tokenizer.path.read_bytes())
             log.open_files(self.folder, done)
-            for found in read_evaluations(self.folder):
-                self.evaluation_curves[found["stage"]] = (found["position_starts"], found["position_losses"])
+            for record in read_evaluations(self.folder):
+                self.evaluation_curves[record["stage"]] = (record["position_starts"], record["position_losses"])
             log.text("config", f"```toml\n{text}\n```", done)
             for name, stream in self.data.streams.items():
                 lengths = stream.store.document_lengths
                 log.image(f"documents/{name}", done, figures.draw_document_lengths, lengths, name)
         if config.job.description:
             log.say(config.job.description)
-        named = config.model.flavor or Path(config.model.hub_checkpoint or config.model.config).stem
+        model_name = config.model.flavor or Path(config.model.hub_checkpoint or config.model.config).stem
         log.say(
-            f"{config.model.architecture} {named}: "
+            f"{config.model.architecture} {model_name}: "
             f"{self.model.parameter_count:,} parameters on "
             f"{self.world.size} x {device.name}, {device.backend}, compute in {config.training.compute_dtype}\n"
             f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"
@@ -109,28 +103,36 @@ class RunRecorder:
         log.console.bar.start()
 
     def start_stage(self, stage: ResolvedStage, progress: Progress, batch: MicroBatch, seconds: float) -> None:
-        """Say what the stage is, and draw who computes what of its first micro-batch if several ranks share it.
+        """Describe the stage, and draw which rank computes which tiles of a sequence if several ranks share it.
 
         Args:
             progress: before the stage's next step.
-            seconds: that entering the stage took.
+            batch: the stage's next micro-batch.
+            seconds: how long it took to enter the stage.
         """
-        exchange, sent = self.model.resolve_strategy(batch.plan), keys_sent(batch.plans, self.model.args.layer_windows)
-        step, first = progress.step, progress.step - progress.stage_step
+        exchange, first = "each sequence on one rank", progress.step - progress.stage_step
+        if batch.plan.ranks > 1:
+            strategy, layout = self.model.resolve_strategy(batch.plan), batch.plan.layout.name
+            sent = keys_sent(batch.plans, self.model.args.layer_windows)
+            exchange = (
+                f"attention by {strategy} on layout {layout} (the busiest rank computes {imbalance(batch.plan):.2f} "
+                f"times the mean, a rank sends {sent:.2f} times its keys)"
+            )
+            title = f"{stage.name}: {strategy}, {layout}"
+            self.log.image(
+                "curriculum/attention_tiles", progress.step, figures.draw_attention_owners, batch.plan, title
+            )
         self.log.say(
             f"stage {stage.index + 1} of {len(self.config.curriculum.stages)}: {stage.name}, "
             f"sequences of {stage.seq_len:,} tokens, "
             f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
-            f"{_describe_exchange(batch.plan, exchange, sent)}, rope {describe_rope(stage.rope)}, "
+            f"{exchange}, rope {describe_rope(stage.rope)}, "
             f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s{self.data.describe_stage(stage)}"
             f"{'; optimizer state reset' * stage.resets_optimizer}{self.model.pipeline_summary(stage)}",
             tag="stage",
-            step=step,
+            step=progress.step,
         )
         self.stage_losses = self._new_breakdown(stage)
-        if batch.plan.ranks > 1:
-            title = f"{stage.name}: {exchange}, {batch.plan.layout.name}"
-            self.log.image("curriculum/attention_tiles", step, figures.draw_attention_owners, batch.plan, title)
 
     def start_step(self, stage: ResolvedStage, step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Prepare for a step. Every metrics.interval-th one is recorded in more detail."""
@@ -165,9 +167,10 @@ class RunRecorder:
 
         Args:
             progress: after the step.
-            waited: seconds until its batch was there; seconds: of the whole step.
-            total_steps: of the run, as far as is known now.
-            routing: of the step's tokens to experts.
+            waited: seconds until the batch arrived.
+            seconds: duration of the whole step.
+            total_steps: optimizer steps of the whole run.
+            routing: how many of the step's tokens went to each expert.
         """
         self.model.observe = None
         speed = stage.global_batch_tokens / seconds
@@ -200,7 +203,6 @@ class RunRecorder:
             **({} if skipped else self._details(stage, report, speed, routing)),
         )
         self.newest, self.routing = record, None if skipped else routing
-        self.speeds[stage.index] = SPEED_DECAY * self.speeds.get(stage.index, speed) + (1 - SPEED_DECAY) * speed
         self.log.step(record, total_steps)
         if self.routing:
             self.idle_experts.record_healthy_step(self.routing.counts)
@@ -210,7 +212,7 @@ class RunRecorder:
     def _details(
         self, stage: ResolvedStage, report: StepReport, speed: float, routing: Routing | None
     ) -> dict[str, Any]:
-        """The other fields of a healthy step's record; most of them every metrics.interval steps. Collective."""
+        """Fields that only a healthy step's record has; most of them only every metrics.interval steps. Collective."""
         details = {
             "learned_tokens": report.learned_tokens,
             "largest_logit": report.largest_logit if math.isfinite(report.largest_logit) else None,
@@ -226,7 +228,6 @@ class RunRecorder:
         flops = flops_per_token(self.model.args, stage.seq_len, [keys[window] for window in windows])
         memory = self.model.memory_by_kind()
         other = max(0, self.world.device.peak_memory_bytes() - sum(memory.values()))
-        self._warn_of_full_memory()
         return {
             **details,
             **self.step_losses.means(),
@@ -237,14 +238,6 @@ class RunRecorder:
             "memory_bytes": memory | {"other": other},
             **(expert_fields(*routing, stage.global_batch_tokens) if routing else {}),
         }
-
-    def _warn_of_full_memory(self) -> None:
-        before, self.retries = self.retries, self.world.device.allocation_retries()
-        if self.retries > before:
-            logger.warning(
-                f"the GPU's memory was full: torch emptied its cache {self.retries - before} more times, and each "
-                "slows a step; docs/troubleshooting.md says what saves memory"
-            )
 
     def _mfu(self, speed: float, flops: float) -> float:
         mfu = speed * flops / (self.peak.flops_per_second * self.world.size)
@@ -261,13 +254,13 @@ class RunRecorder:
         self.evaluation_curves[stage.name] = (result.position_starts, result.position_losses)
         self._draw_routing(step)
         log.image("validation/loss_by_position", step, figures.draw_loss_by_position, self.evaluation_curves)
-        for name, found in result.retrieval.items():
+        for name, retrieval in result.retrieval.items():
             options = {"trained_length": stage.seq_len, "title": name}
-            if found.by_length():
-                log.image(f"validation/{name}/{stage.name}", step, figures.draw_retrieval_map, *found, **options)
+            if retrieval.by_length():
+                log.image(f"validation/{name}/{stage.name}", step, figures.draw_retrieval_map, *retrieval, **options)
 
     def _draw_routing(self, step: int) -> None:
-        """Draw the load of the experts in the newest step, once, and say how much they dropped."""
+        """Draw the experts' load in the last step, unless it is drawn already, and report dropped tokens."""
         if self.routing:
             counts, _, dropped = self.routing
             self.log.image("experts/load", step, lambda: figures.draw_expert_loads(expert_loads(counts)))
@@ -276,7 +269,7 @@ class RunRecorder:
         self.routing = None
 
     def record_gate(self, stage: ResolvedStage, progress: Progress, verdict: Verdict) -> None:
-        """Record how far the stage's gate is from opening, and what follows from it."""
+        """Record how far the stage's gate is from opening, and whether the stage goes on."""
         outcome = "goes on"
         if verdict.opened:
             outcome = f"ends after {progress.stage_step} of {stage.steps} steps"
@@ -297,8 +290,8 @@ class RunRecorder:
             self.log.image("train/loss_by_position", progress.step, figures.draw_loss_by_position, self.training_curves)
         result = self.evaluation if self.evaluated_at == progress.step else None
         if result:
-            held_out = zip(result.position_starts, result.position_losses, strict=True)
-            curve = {start: loss for start, loss in held_out if start < stage.seq_len and not math.isnan(loss)}
+            bins = zip(result.position_starts, result.position_losses, strict=True)
+            curve = {start: loss for start, loss in bins if start < stage.seq_len and not math.isnan(loss)}
         self.stage_rows[stage.index] = {
             "stage": stage.name,
             "seq_len": stage.seq_len,
@@ -308,7 +301,7 @@ class RunRecorder:
             "last": last,
             "far": curve[max(curve)] if curve else None,
             "passkey": result.passkey_accuracy if result else None,
-            "tok/s": self.speeds.get(stage.index),
+            "tok/s": self.newest.tokens_per_second if self.newest else None,
             "mfu": self.newest.mfu if self.newest else None,
             "GiB": self.newest.peak_memory_bytes / 2**30 if self.newest else None,
         }
@@ -316,10 +309,10 @@ class RunRecorder:
         self.log.say(self.data.describe_epochs(progress.text_step))
 
     def finish(self) -> None:
-        """Print where to look next."""
+        """Print the last validation loss and where the run's files are."""
         folder, lines = self.folder, []
-        if found := self.evaluation:
-            lines.append(f"validation loss {found.loss:.4f} on held-out text; a unigram model has {found.unigram:.4f}")
+        if last := self.evaluation:
+            lines.append(f"validation loss {last.loss:.4f} on held-out text; a unigram model has {last.unigram:.4f}")
         if self.config.checkpoint.enable:
             lines.append(f"checkpoints: {folder / 'checkpoints'}")
         lines.append(f"every step:  {folder / METRICS_FILE}")
@@ -328,13 +321,3 @@ class RunRecorder:
             lines.append(f"look at it:  tensorboard --logdir {board}, then http://localhost:6006/#custom_scalars")
         self.log.console.close()
         self.log.say("\n".join(lines))
-
-
-def _describe_exchange(plan: Plan, exchange: str, sent: float) -> str:
-    """How the ranks that share a sequence attend to all of it, and what its layout asks of them."""
-    if plan.ranks == 1:
-        return "each sequence on one rank"
-    return (
-        f"attention by {exchange} on layout {plan.layout.name} (the busiest rank computes {imbalance(plan):.2f} times "
-        f"the mean, a rank sends {sent:.2f} times its keys)"
-    )
