@@ -29,9 +29,9 @@ from torchtitan_cp.training.model import ParallelModel
 
 logger = logging.getLogger(__name__)
 
-LONG_PROMPT_TOKENS = 8192  # any question fits
-FORWARD_TOKENS = 16384  # at once, as nothing is kept for a backward
-TURNS = 5  # the last one and all after it count together
+LONG_PROMPT_TOKENS = 8192  # any needles and question fit into so many
+FORWARD_TOKENS = 16384  # of one forward on a rank: no activations are kept for a backward
+TURNS = 5  # turns of a conversation that are told apart; the fifth includes all later ones
 
 
 class HeldOutLosses(NamedTuple):
@@ -40,11 +40,11 @@ class HeldOutLosses(NamedTuple):
     Attributes:
         sources: names.
         starts: first position of each bin.
-        by_bin: `[sources, 2, bins]` fp64, (sum, tokens) by source and position.
-        late: `[2]` fp64, of the tokens that context gain compares.
-        by_turn: `[2, TURNS]` fp64, of conversations that are read from their beginning.
+        by_bin: `[sources, 2, bins]` fp64, (sum of losses, tokens) by source and position.
+        late: `[2]` fp64, (sum of losses, tokens) of the tokens that context gain compares.
+        by_turn: `[2, TURNS]` fp64, (sums of losses, tokens) of conversations that are read from their beginning.
         label_counts: `[V]` int64, how often each token of the tokenizer is a label.
-        epochs: how often each source's held-out text was read; 0: it got no sequence.
+        epochs: how often each source's held-out text was read; 0: the source got no sequence.
     """
 
     sources: list[str]
@@ -57,12 +57,12 @@ class HeldOutLosses(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Mean over all tokens."""
+        """Mean loss of all tokens."""
         return _mean(self.by_bin.sum((0, 2)))
 
 
 def _mean(sums: Tensor) -> Any:
-    """Means of `[2, ...]`, (sum, tokens), as plain numbers; NaN without tokens."""
+    """Means of `[2, ...]`, (sums, tokens), as plain numbers; NaN where there are no tokens."""
     return (sums[0] / sums[1]).tolist()
 
 
@@ -72,13 +72,13 @@ class Evaluator:
 
     Args:
         model, data_pipeline: of the run, in the current stage.
-        first_stage: of the curriculum; the loss at its length is compared with what it was at its end.
+        first_stage: of the curriculum; short_loss_rise compares the loss at its length with that at the stage's end.
         set_activity: tells the watchdog what this rank does.
         stop_requested: whether this rank was asked to stop.
 
     Attributes:
-        budget: the time for evaluation; the trainer adds the time of training.
-        left_out: what there was no time or no room for.
+        budget: limits the time of evaluations; the trainer adds the time of training to it.
+        left_out: what the current evaluation had no time or no room for.
     """
 
     model: ParallelModel
@@ -90,7 +90,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         config, encode = self.data_pipeline.config, self.data_pipeline.corpus.tokenizer.encode_chat_batch
         self.settings = config.evaluation
-        self.budget, self.left_out = Budget(self.settings.max_share), dict[str, None]()
+        self.budget, self.left_out = Budget(self.settings.max_share), list[str]()
         conversations = any(source.conversations for source in config.data.by_name().values())
         self.chat_template = chat_template_of(config) if conversations else None
         filler = self.data_pipeline.filler
@@ -99,17 +99,17 @@ class Evaluator:
     def evaluate(
         self, stage: ResolvedStage, batch_layout: BatchLayout, progress: Progress, *, at_end: bool
     ) -> EvaluationResult | None:
-        """Measure what [evaluation] asks for and there is time for, and what the stage's gate asks for. Collective.
+        """Measure what [evaluation] asks for, as time permits, and what the stage's gate needs. Collective.
 
         Args:
-            batch_layout: which rank reads what of the stage.
-            progress: has the loss at the first stage's length at that stage's end, if it was measured.
-            at_end: of the stage. Between steps an evaluation may be left out.
+            batch_layout: which rank reads which sequences of the stage.
+            progress: holds the loss at the first stage's length, measured at that stage's end.
+            at_end: the stage is trained; before its end an evaluation may be skipped.
 
         Returns:
             None if nothing is held out, there is no time, or a stop was requested.
         """
-        self.left_out = {}
+        self.left_out = []
         if not (at_end or stage.until or self._affords(max(self.settings.tokens, stage.seq_len))):
             logger.info("evaluation skipped: it would exceed evaluation.max_share = %g", self.budget.max_share)
             return None
@@ -119,10 +119,8 @@ class Evaluator:
             if held_out is None:
                 logger.info("evaluation skipped: no source of the stage holds text out (data.validation_fraction)")
                 return None
-            for name, epochs in held_out.epochs.items():
-                if not epochs:
-                    few = f"evaluation.tokens = {self.settings.tokens} gives it no sequence of {stage.seq_len:,} tokens"
-                    self.left_out[f"the loss of {name}: {few}"] = None
+            reason = f"evaluation.tokens = {self.settings.tokens} gives it no sequence of {stage.seq_len:,} tokens"
+            self.left_out += [f"the loss of {name}: {reason}" for name, read in held_out.epochs.items() if not read]
             rise = self._short_loss_rise(stage, layout, progress, at_end)
             retrieval = self.measure_retrieval(stage, layout)
             gain, by_position = self._context_gain(held_out, layout, stage), held_out
@@ -150,14 +148,14 @@ class Evaluator:
     # Time ----------------------------------------------------------------------------------------------------
 
     def _affords(self, tokens: int) -> bool:
-        """Whether there is time for so many tokens: rank 0's clock decides. Collective."""
+        """Whether there is time for this many tokens, by rank 0's clock. Collective."""
         return any_rank(dist.get_rank() == 0 and self.budget.affords(tokens), device=self.model.device)[0]
 
     def _is_due(self, what: str, for_gate: bool = False, *, tokens: int) -> bool:
-        """Whether the gate asks for it or there is time for so many tokens; if not, it is left out. Collective."""
+        """Whether the gate needs a measurement or there is time for its tokens; if not, note that. Collective."""
         due = for_gate or self._affords(tokens)
         if not due:
-            self.left_out[f"{what} (evaluation.max_share)"] = None
+            self.left_out.append(f"{what} (evaluation.max_share)")
         return due
 
     # Losses --------------------------------------------------------------------------------------------------
@@ -168,24 +166,23 @@ class Evaluator:
         """Losses of held-out text, the same text on any number of ranks; None if there is none. Collective.
 
         Args:
-            batch_layout: gives the length, and which rank reads what.
-            stage: gives the mixture and the mask of documents.
-            block: cut documents into blocks of so many tokens, none of which sees another; 0: leave them whole.
-            tokens: of the text; 0: evaluation.tokens.
+            batch_layout: gives the length, and which rank reads which sequences.
+            stage: gives the mixture and the document mask.
+            block: cut documents into blocks of this many tokens that cannot attend to each other; 0: do not.
+            tokens: how much text; 0: evaluation.tokens.
         """
-        tokens = tokens or self.settings.tokens
-        seq_len, device, compared = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
-        count, starts = max(1, tokens // seq_len), bin_starts(seq_len)
+        seq_len, device, block_tokens = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
+        count, starts = max(1, (tokens or self.settings.tokens) // seq_len), bin_starts(seq_len)
         data = self.data_pipeline.stage_data(stage)
         samples = held_out_samples(self.data_pipeline.held_out, seq_len, data, count, block)
         if samples is None:
             return None
-        sources, layout = list(samples.packed), _fitted(batch_layout, count)
-        sums = torch.zeros(len(sources) + 1, 2, len(starts), dtype=torch.float64, device=device)
-        by_turn, vocab_size = sums.new_zeros(2, TURNS), self.data_pipeline.corpus.tokenizer.vocab_size
+        sources, vocab_size = list(samples.packed), self.data_pipeline.corpus.tokenizer.vocab_size
+        by_bin = torch.zeros(len(sources), 2, len(starts), dtype=torch.float64, device=device)
+        late, by_turn = by_bin.new_zeros(2), by_bin.new_zeros(2, TURNS)
         label_counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
         with evaluating(self.model.parts), self.budget.spending(count * seq_len):
-            for batch in self._batches(samples.sequence, count, layout):
+            for batch in self._batches(samples.sequence, count, _fitted(batch_layout, count)):
                 result = self.model.forward(batch, self.model.token_loss)
                 if result is None or not self.model.meshes.owns_loss:
                     continue
@@ -195,59 +192,57 @@ class Evaluator:
                 counted = labels != IGNORED
                 label_counts += torch.bincount(labels[counted], minlength=vocab_size)
                 for row, source in enumerate(batch.sources):
-                    sums[sources.index(source)] += sum_by_bin(losses[row], counted[row], positions, seq_len)
+                    by_bin[sources.index(source)] += sum_by_bin(losses[row], counted[row], positions, seq_len)
                     if samples.packed[source].stream.store.has_masks:
-                        read = samples.sequence(min(batch.numbers[row], count - 1)).turns
-                        turns = batch.plan.shard(torch.from_numpy(read), dim=0).to(device)
-                        known = counted[row] & (turns >= 0)
-                        by_turn += sum_by_index(losses[row] * known, known, turns.clamp(0, TURNS - 1), TURNS)
-                if compared:
-                    late = counted & (positions >= compared) & (positions % compared >= compared // 2)
-                    sums[-1] += sum_by_bin(losses * late, late, positions, seq_len)
-            for x in (sums, by_turn, label_counts):
-                dist.all_reduce(x)
-            sums = sums.cpu()
-        late, epochs = sums[-1].sum(1), samples.epochs_after(1)
-        return HeldOutLosses(sources, starts, sums[:-1], late, by_turn.cpu(), label_counts.cpu(), epochs)
+                        turns_full = samples.sequence(min(batch.numbers[row], count - 1)).turns
+                        turns = batch.plan.shard(torch.from_numpy(turns_full), dim=0).to(device)
+                        has_turn = counted[row] & (turns >= 0)
+                        by_turn += sum_by_index(losses[row] * has_turn, has_turn, turns.clamp(0, TURNS - 1), TURNS)
+                if block_tokens:  # second halves of all blocks but the first: they see half a block at least
+                    is_late = counted & (positions >= block_tokens) & (positions % block_tokens >= block_tokens // 2)
+                    late += torch.stack([(losses.double() * is_late).sum(), is_late.double().sum()])
+            for total in (by_bin, late, by_turn, label_counts):
+                dist.all_reduce(total)
+            epochs = samples.epochs_after(1)
+            return HeldOutLosses(sources, starts, by_bin.cpu(), late.cpu(), by_turn.cpu(), label_counts.cpu(), epochs)
 
     def _short_loss_rise(
         self, stage: ResolvedStage, batch_layout: BatchLayout, progress: Progress, at_end: bool
     ) -> float | None:
-        """By which fraction the loss at the first stage's length rose; None if it is not measured."""
-        for_gate, ranks, first = "short_loss_rise" in stage.until, stage.cp * stage.tp, self.first_stage
-        what = "the loss at the first stage's length"
-        # A stage with a gate may end with any evaluation.
+        """The fraction by which the loss at the first stage's length rose; None if it is not measured."""
+        first, what = self.first_stage, "the loss at the first stage's length"
         before, tokens = progress.short_loss, progress.short_tokens or self.settings.tokens
+        # A stage with a gate may end with any evaluation.
         if not (stage.index and before and (at_end or stage.until)):
             return None
         if first.seq_len % length_unit(stage.cp, stage.tp):
-            self.left_out[f"{what}, which cp x tp = {ranks} ranks cannot share"] = None
+            self.left_out.append(f"{what}, which cp x tp = {stage.cp * stage.tp} ranks cannot share")
             return None
-        if not self._is_due(what, for_gate, tokens=max(tokens, first.seq_len)):
+        if not self._is_due(what, "short_loss_rise" in stage.until, tokens=max(tokens, first.seq_len)):
             return None
-        found = self.held_out_losses(resized(batch_layout, first.seq_len), first, tokens=tokens)
-        return found.loss / before - 1 if found else None
+        now = self.held_out_losses(resized(batch_layout, first.seq_len), first, tokens=tokens)
+        return now.loss / before - 1 if now else None
 
     def _context_gain(self, held_out: HeldOutLosses, batch_layout: BatchLayout, stage: ResolvedStage) -> float | None:
-        """How much lower the loss is with all of the context than within blocks; None if it is not measured."""
+        """How much lower the loss is with the whole context than within blocks; None if it is not measured."""
         block = self.settings.context_gain_tokens
         tokens = max(self.settings.tokens, batch_layout.seq_len)
         if not block or batch_layout.seq_len < 2 * block or not self._is_due("context gain", tokens=tokens):
             return None
-        cut = self.held_out_losses(batch_layout, stage, block)
-        return _mean(cut.late) - _mean(held_out.late) if cut else None
+        in_blocks = self.held_out_losses(batch_layout, stage, block)
+        return _mean(in_blocks.late) - _mean(held_out.late) if in_blocks else None
 
     def _batches(
         self, read: Callable[[int], PackedSequence], count: int, batch_layout: BatchLayout
     ) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the first `count` sequences, as many on every rank."""
+        """This rank's micro-batches of the first `count` sequences; every rank gets equally many."""
         rows = batch_layout.micro_batch_sequences
 
         def read_limited(number: int) -> PackedSequence:
-            # Ranks that have none take the last one, without labels.
+            # Behind the end the last sequence is repeated, without labels.
             sequence = read(min(number, count - 1))
-            nothing = np.full_like(sequence.labels, IGNORED)
-            return sequence if number < count else replace(sequence, labels=nothing)
+            no_labels = np.full_like(sequence.labels, IGNORED)
+            return sequence if number < count else replace(sequence, labels=no_labels)
 
         for first in range(batch_layout.dp_rank * rows, count + batch_layout.dp_rank * rows, batch_layout.sequences):
             self.set_activity("evaluating with the others")
@@ -258,7 +253,7 @@ class Evaluator:
     # Retrieval -----------------------------------------------------------------------------------------------
 
     def measure_retrieval(self, stage: ResolvedStage, batch_layout: BatchLayout) -> dict[str, Retrieval]:
-        """Accuracy of every variant of prompts over lengths and depths. Collective."""
+        """Accuracy of each variant of prompts by length and depth. Collective."""
         passkey = self.settings.passkey
         if not (passkey.trials and self.data_pipeline.held_out):
             return {}
@@ -266,41 +261,41 @@ class Evaluator:
         unit = length_unit(stage.cp, stage.tp)
         default = [stage.seq_len // part // unit * unit for part in (4, 2, 1)]
         lengths = tuple(sorted({length for length in passkey.lengths or default if length}))
-        depths = tuple(place / max(1, passkey.depths - 1) for place in range(passkey.depths))
-        found: dict[str, Retrieval] = {}
+        depths = tuple(number / max(1, passkey.depths - 1) for number in range(passkey.depths))
         try:
             self.prompts.frame = self._frame(stage)
         except ConfigError as error:
-            self.left_out[f"retrieval: {error.message}"] = None
-            return found
+            self.left_out.append(f"retrieval: {error.message}")
+            return {}
+        by_variant = {}
         for variant in passkey.variants:
             accuracy = np.full((len(depths), len(lengths)), np.nan)
             # The stage's own length first, while there is time.
             for length in sorted(lengths, key=lambda length: abs(length - stage.seq_len)):
                 for_gate = variant == "passkey" and "passkey_accuracy" in stage.until and length <= stage.seq_len
                 right = self.answer_prompts(variant, depths, resized(batch_layout, length), for_gate)
-                for place in range(min(len(depths), len(right))):
-                    accuracy[place, lengths.index(length)] = np.mean(right[place :: len(depths)])
-            found[variant] = Retrieval(accuracy, lengths, depths)
-        return found
+                for row in range(min(len(depths), len(right))):
+                    accuracy[row, lengths.index(length)] = np.mean(right[row :: len(depths)])
+            by_variant[variant] = Retrieval(accuracy, lengths, depths)
+        return by_variant
 
     def _frame(self, stage: ResolvedStage) -> Frame:
-        """Of the chat template, where the stage reads conversations."""
+        """What stands around a prompt: the chat template if the stage reads conversations, else BOS if there is one."""
         config, mixture = self.data_pipeline.config, self.data_pipeline.stage_data(stage).mixture
         if not any(source.conversations and mixture.get(name) for name, source in config.data.by_name().items()):
             return Frame(np.array(self.data_pipeline.corpus.tokenizer.bos_ids, np.int64))
-        assert self.chat_template, "the corpus was made with it"
+        assert self.chat_template, "the corpus was made with one"
         return prompt_frame(self.chat_template, self.data_pipeline.corpus.tokenizer)
 
     def answer_prompts(
         self, variant: str, depths: Sequence[float], batch_layout: BatchLayout, for_gate: bool
     ) -> list[bool]:
-        """Whether each prompt of the layout's length is answered right, trial by trial and depth by depth.
+        """Whether each prompt of the layout's length is answered right: all depths of the first trial, and so on.
 
-        Fewer than [evaluation.passkey] asks for, or none, if time or room is short. Collective.
+        The list is shorter if time runs out, and empty if needles and question do not fit. Collective.
 
         Args:
-            for_gate: the stage's gate asks for it, whatever time it takes.
+            for_gate: the stage's gate needs the answers, whatever time they take.
         """
         length, count = batch_layout.seq_len, self.settings.passkey.trials * len(depths)
 
@@ -309,11 +304,11 @@ class Evaluator:
 
         def read(number: int) -> PackedSequence:
             prompt = write(number)
-            assert prompt, "the length was tried"
+            assert prompt, "a shorter length was refused before"
             return PackedSequence(*prompt, np.arange(length), (length,), (Span(variant, 0, 0, length),))
 
         if not all(write(number) for number in range(count if length < LONG_PROMPT_TOKENS else 1)):
-            self.left_out[f"{variant} at {length:,} tokens, too short for its question"] = None
+            self.left_out.append(f"{variant} at {length:,} tokens, too short for its question")
             return []
         batch_layout = _fitted(batch_layout, count)
         mistakes = torch.zeros(count, dtype=torch.int64, device=self.model.device)
@@ -326,24 +321,24 @@ class Evaluator:
                 with self.budget.spending(batch_layout.tokens):
                     wrong = self.model.forward(batch, wrong_answers)
                     if wrong is not None and self.model.meshes.owns_loss:
-                        for number, own in zip(batch.numbers, wrong.tolist(), strict=True):
-                            mistakes[min(number, count - 1)] += own
+                        for number, wrong_tokens in zip(batch.numbers, wrong.tolist(), strict=True):
+                            mistakes[min(number, count - 1)] += wrong_tokens
         dist.all_reduce(mistakes)
         return (mistakes[:tried] == 0).tolist()
 
 
 class _Stopped(Exception):
-    """A stop was requested: an evaluation between steps is not waited for."""
+    """A stop was requested, and the evaluation ends at once."""
 
 
 def resized(batch_layout: BatchLayout, seq_len: int) -> BatchLayout:
-    """The same ranks on sequences of another length, with more tokens at once than in training if those are few."""
+    """The layout with sequences of another length, and more tokens in a forward than in training if those are few."""
     tokens = batch_layout.seq_len * batch_layout.micro_batch_sequences
     sequences = max(1, max(tokens, min(4 * tokens, FORWARD_TOKENS)) // seq_len)
     return replace(batch_layout, seq_len=seq_len, micro_batches=1, micro_batch_sequences=sequences)
 
 
 def _fitted(batch_layout: BatchLayout, count: int) -> BatchLayout:
-    """The layout with no more sequences at once than `count` of them give a rank."""
+    """The layout with micro-batches no larger than a rank's share of `count` sequences."""
     rows = min(batch_layout.micro_batch_sequences, -(-count // batch_layout.dp))
     return replace(batch_layout, micro_batch_sequences=rows)

@@ -387,10 +387,10 @@ def test_an_evaluation_of_a_stages_end_that_a_stop_cut_short_is_made_by_the_next
 def test_a_length_that_does_not_hold_the_question_is_told(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     question = "--evaluation.passkey.question=" + json.dumps("x" * 70 + "{name}: {key}")
     lines = ranks(1)(too_short, write_run(tmp_path, MEASURED), question)[0]
-    assert lines == {"passkey at 64 tokens, too short for its question": None}
+    assert lines == ["passkey at 64 tokens, too short for its question"]
 
 
-def too_short(path: Path, question: str) -> dict[str, None]:
+def too_short(path: Path, question: str) -> list[str]:
     trainer = prepared(path, question)
     evaluator, stage = trainer.evaluator, trainer.stages[0]
     found = evaluator.measure_retrieval(stage, resized(trainer.enter_stage(stage), stage.seq_len))
