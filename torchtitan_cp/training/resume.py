@@ -116,7 +116,8 @@ def resume(
     path, saved_progress = saved
     check_identity(saved_progress.identity, fresh.identity, path)
     warn = logger.warning if model.world.rank == 0 else logger.debug
-    if changed := _changes(_data_order(saved_progress), _data_order(fresh)):
+    was, now = ({"block_tokens": progress.block_tokens, **progress.data_order} for progress in (saved_progress, fresh))
+    if changed := _changes(was, now):
         warn("%s: the data order changes from here, and some text may be read twice", ", ".join(changed))
     checkpoints.load(path, model.parts, model.optimizers)
     progress = saved_progress.under_config_of(fresh)
@@ -128,9 +129,11 @@ def resume(
     if progress.stage_step > stage.steps:
         warn(f"{number} has taken {progress.stage_step} steps and the config gives it {stage.steps}: it ends here")
     if progress.stage_step and not is_stage_trained(progress, stages):
-        was, now = progress.ropes.get(str(stage.index), stage.rope_recipe), stage.rope_recipe
-        if was != now:
-            changed = _changes(was, now) if was and now else [f"{was or MODEL_ROPE} -> {now or MODEL_ROPE}"]
+        rope, new_rope = progress.ropes.get(str(stage.index), stage.rope_recipe), stage.rope_recipe
+        if rope != new_rope:
+            changed = [f"{rope or MODEL_ROPE} -> {new_rope or MODEL_ROPE}"]
+            if rope and new_rope:
+                changed = _changes(rope, new_rope)
             warn(f"{number} goes on with another rope: {', '.join(changed)}")
         if changed := _changes(progress.text_recipe, stage.text_recipe):
             changes = ", ".join(changed)
@@ -161,12 +164,6 @@ def _log_changed_settings(file: Path, config: Config) -> None:
     changed = _changes({name: was[name] for name in was if name in now and name != "job.dump_folder"}, now)
     if changed:
         logger.info("resumed with other settings: %s", "; ".join(changed))
-
-
-def _data_order(progress: Progress) -> dict[str, Any]:
-    """What decides the data order, by the names that a message uses."""
-    keys = {f"data.{name}": value for name, value in progress.data_order.items()}
-    return {"tokens of the longest stage": progress.block_tokens, **keys}
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -237,7 +237,7 @@ def test_another_order_of_the_data_is_warned_of(
     """Even where a stage begins: the place in each source is one in the order before."""
     folder = stopped_copy(run_toml, f"order-{change.partition('=')[0]}", 8)
     [warning], _ = ranks(2)(messages_of_resuming, run_toml, f"--job.dump_folder={folder}", f"--data.{change}")[0]
-    assert warning == f"data.{said}: the data order changes from here, and some text may be read twice"
+    assert warning == f"{said}: the data order changes from here, and some text may be read twice"
 
 
 @deep_rows("damage", ["partial", "no progress", "cut", "gone", "flipped"], default=["cut"])
