@@ -33,7 +33,7 @@ SHARED_SECONDS = 5.0  # see hosts_without
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The run's tokenizer: from its file, or as it was trained on the corpus.
+    """The run's tokenizer: read from its file, or trained on the corpus.
 
     Raises:
         UserError: the file, or the corpus, cannot be read.
@@ -44,9 +44,10 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 
 def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> PreparedCorpus:
-    """The corpus: one rank of each node lists its files and makes what is missing, the others open it. Collective.
+    """Prepare the corpus: one rank of each node builds what the cache lacks, and then all open it. Collective.
 
-    Nodes that share rank 0's cache folder leave that to it, as locks of a file system may hold on one node alone.
+    On nodes that share rank 0's cache folder only rank 0 builds, since file locks may not work across nodes. Ranks
+    wait by polling the store, as preparation may take hours, longer than a collective may wait.
 
     Args:
         stop_requested: whether this rank was asked to stop, which then stops all ranks.
@@ -55,9 +56,9 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
         UserError: the corpus cannot be prepared, or ranks have different tokens.
         PreparationStoppedError: a rank was asked to stop; raised on all ranks.
     """
-    call = [uuid.uuid4().hex, node_name()]
-    dist.broadcast_object_list(call)
-    prefix, first_node = call
+    from_rank_0 = [uuid.uuid4().hex, node_name()]
+    dist.broadcast_object_list(from_rank_0)
+    prefix, first_node = from_rank_0
     store, node = dist.PrefixStore(prefix, distributed_c10d._get_default_store()), node_name()
     next_poll_seconds = 0.0
 
@@ -77,29 +78,28 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
             time.sleep(seconds)
             seconds = min(2 * seconds, POLL_SECONDS)
 
-    apart = hosts_without(Path(os.path.expanduser(config.data.cache_folder)), SHARED_SECONDS)[dist.get_rank()]
-    if is_first_of_node():
-        if dist.get_rank() > 0 and not apart:
-            wait_until(lambda: store.check([first_node]))
-            store.set(node, store.get(first_node).decode())
-        else:
-            try:
-                start = start_folder(config.model)
-                built: Any = CacheBuilder(config.data, config.tokenizer, any_rank_stops, start).build()
-            except Exception as error:
-                built = error
-            store.set(node, pickle.dumps(built).hex())
+    cache_folder = Path(os.path.expanduser(config.data.cache_folder))
+    has_own_folder = bool(hosts_without(cache_folder, SHARED_SECONDS)[dist.get_rank()])
+    if dist.get_rank() == 0 or has_own_folder:
+        try:
+            start = start_folder(config.model)
+            built: Any = CacheBuilder(config.data, config.tokenizer, any_rank_stops, start).build()
+        except Exception as error:
+            built = error
+        if isinstance(built, PreparationStoppedError):
+            store.set("stopped", "")
+        store.set(node, pickle.dumps(built).hex())
+    elif is_first_of_node():
+        wait_until(lambda: store.check([first_node]))
+        store.set(node, store.get(first_node).decode())
     wait_until(lambda: store.check([node]))
     result = pickle.loads(bytes.fromhex(store.get(node).decode()))
     stopped = isinstance(result, PreparationStoppedError)
     if isinstance(result, Exception) and not stopped:
         raise result
     store.add("ready", 1)
-    # The collective below has a limit of time, which another node's pass may exceed.
     wait_until(lambda: store.add("ready", 0) >= dist.get_world_size())
-    any_stopped: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(any_stopped, stopped)
-    if any(any_stopped):
+    if store.check(["stopped"]):
         raise result if stopped else PreparationStoppedError("stopped while another node prepared the corpus")
     corpus = open_cache(result, config.data, config.tokenizer)
     check_agreement("the tokens of data.path and data.cache_folder", {"fingerprint": corpus.fingerprint})
@@ -107,17 +107,17 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
 
 
 class DataPipeline:
-    """The corpus on this rank.
+    """Streams of the corpus, and the sequences of the current stage.
 
     Args:
         config: of the run.
-        corpus: prepared.
-        block_tokens: tokens that stay together in the order of a stream: the longest sequence.
+        corpus: as `prepare_corpus` returns it.
+        block_tokens: tokens that a stream's shuffling keeps together: the longest sequence.
 
     Attributes:
         streams: training text by source.
-        held_out: held-out text of the sources that hold some out.
-        samples: of the stage that `start_stage` was called for.
+        held_out: held-out text by source, of those that have any.
+        samples: sequences of the stage that `start_stage` was called for.
     """
 
     def __init__(self, config: Config, corpus: PreparedCorpus, block_tokens: int) -> None:
@@ -131,13 +131,13 @@ class DataPipeline:
         """Read this stage's sequences from now on.
 
         Args:
-            progress: says how much of each source's stream earlier stages took, and how many steps of text recovery
-                skipped; the stage reads as many more.
+            progress: says how much of each source earlier stages read, and how many steps of text recovery skipped.
+                The stage reads that many steps more.
         """
         sequences = stage.global_batch_tokens // stage.seq_len
         data, seed = self.stage_data(stage), self.config.training.seed
         first_tokens, skipped_steps = progress.source_tokens, progress.skipped_steps(stage.index)
-        steps = max(stage.steps, progress.stage_step)  # the config may have been shortened since
+        steps = max(stage.steps, progress.stage_step)  # the config may have shortened the stage since then
         self.samples = StageSamples(
             self.streams, stage.seq_len, data, seed, stage.index, sequences, first_tokens, steps, skipped_steps
         )
@@ -149,18 +149,18 @@ class DataPipeline:
             DataError: naming the first of them.
         """
         for stage in stages[progress.stage :] if self.config.data.max_epochs else ():
-            over = progress.stage_done or progress.stage_step >= stage.steps
-            taken = progress.read_tokens if over else {}  # whatever the config says of the stage by now
-            if not taken:
+            trained = progress.stage_done or progress.stage_step >= stage.steps
+            read = progress.read_tokens if trained else {}  # holds even if the config has changed the stage since then
+            if not read:
                 self.start_stage(stage, progress)
-                taken = self.samples.tokens_after(stage.steps + progress.skipped_steps(stage.index))
-            tokens = progress.source_tokens | taken
+                read = self.samples.tokens_after(stage.steps + progress.skipped_steps(stage.index))
+            tokens = progress.source_tokens | read
             progress = replace(progress, stage_step=0, stage_done=False, source_tokens=tokens, read_tokens={})
             if stage.until:
                 return
 
     def stage_data(self, stage: ResolvedStage) -> ResolvedStageData:
-        """The stage's data; a stage without a mixture weighs the sources by their tokens."""
+        """The stage's data settings. Without a mixture, sources are weighted by their tokens."""
         by_tokens = {name: float(stream.store.tokens) for name, stream in self.streams.items()}
         return replace(stage.data, mixture=stage.data.mixture or by_tokens)
 
@@ -172,9 +172,9 @@ class DataPipeline:
         return read_steps(self.samples, first, count, batch_layout, workers=workers, read_ahead=ahead, pin=pin)
 
     def filler(self, number: int, count: int) -> np.ndarray:
-        """Held-out tokens, `[count]` int64, different ones for each number while the text lasts.
+        """Held-out tokens, `[count]` int64; another number gives other tokens until the text is used up.
 
-        They are of the largest source of plain text, or of conversations where all sources are.
+        They come from the largest source of plain text, or of conversations if there is no plain text.
         """
         sources = self.config.data.by_name()
         plain = {name: stream for name, stream in self.held_out.items() if not sources[name].conversations}
@@ -182,7 +182,7 @@ class DataPipeline:
         return max(streams, key=lambda stream: stream.store.tokens).read(number * count, count)
 
     def describe_stage(self, stage: ResolvedStage) -> str:
-        """What is special about the stage's text, each item after a semicolon; empty if nothing is."""
+        """Notes on the stage's text for the log, each after a semicolon; empty if there is nothing to note."""
         data, notes, mixture = stage.data, [], self.samples.data.mixture
         if len(self.streams) > 1:
             total = sum(mixture.values())
@@ -191,10 +191,7 @@ class DataPipeline:
             if step <= stage.steps:
                 when = f"reaches max_epochs in step {step} of" if step else "reached max_epochs before"
                 notes.append(f"{name} {when} the stage; the other sources take its share")
-        if data.packing != "concat":
-            largest = max(self.samples.packed.values(), key=lambda packed: packed.samples)
-            whole = largest.whole_fraction(0)
-            notes.append(f"packed by {data.packing}, {whole:.0%} of the first window's documents whole")
+        notes += [f"packed by {data.packing}"] * (data.packing != "concat")
         for name, packed in self.samples.packed.items():
             if packed.stream.store.has_masks:
                 conversations, cut, inside = packed.cuts()
@@ -209,7 +206,7 @@ class DataPipeline:
         return "".join("; " + note for note in notes)
 
     def describe_epochs(self, steps: int) -> str:
-        """How often each source of the run was read after so many steps of the stage."""
+        """How often the run has read each source after this many steps of the stage."""
         read = self.samples.tokens_after(steps)
         used_up = {name for name, step in self.samples.last_steps().items() if step <= steps}
         return "read so far: " + ", ".join(

@@ -1,4 +1,4 @@
-"""The doctor of a config: its model on all ranks, which share each sequence, beside one process, in fp32."""
+"""The doctor of a config: compares its model on ranks that share one sequence with the same model in one process."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ import torch
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.doctor import examine, raised_weights
 from torchtitan_cp.attention.recording import ModelRun
-from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config import Config
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.loader import Samples, read_step
 from torchtitan_cp.data.batches.samples import PackedSequence
@@ -22,12 +22,16 @@ from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.resolve import doctor_config
 from torchtitan_cp.training.trainer import Trainer
 
-DOCTOR_TOKENS, MIN_TOKENS = 256, 16
+DOCTOR_TOKENS = 256
 
 
 @dataclass
 class ProbeSamples:
-    """A stage's sequences cut into documents, the last two thirds of their tokens learned, and a token changed."""
+    """A stage's sequences, cut into documents of these lengths, with labels on their last two thirds.
+
+    Attributes:
+        changed: position of a token to replace by another; None: none.
+    """
 
     samples: Samples
     lengths: tuple[int, ...]
@@ -35,7 +39,7 @@ class ProbeSamples:
 
     def sequence(self, number: int) -> PackedSequence:
         row = self.samples.sequence(number)
-        tokens, labels = row.tokens.copy(), np.roll(row.tokens, -1)  # in conversations few tokens are learned, or none
+        tokens, labels = row.tokens.copy(), np.roll(row.tokens, -1)  # a conversation's own labels may be few, or none
         if self.changed is not None:
             tokens[self.changed] = (tokens[self.changed] + 1) % (tokens.max() + 1)
         labels[: len(labels) // 3] = IGNORED
@@ -53,26 +57,23 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         length: tokens of the sequence; 0: at least 256, and more than the largest window.
 
     Returns:
-        whether the model is safe.
+        whether no fault was found.
 
     Raises:
-        ConfigError: the unsharded model does not fit on one rank, or the sequence is too short for documents.
+        ConfigError: the unsharded model does not fit on one rank.
+        ContextParallelError: the sequence is too short to be cut into documents.
     """
     trainer = Trainer(doctor_config(config, world.size), world)
     parity.check_fits(trainer)
-    # One at least as long as the sequence masks nothing.
-    windows = (w for w in trainer.model.args.layer_windows if w < trainer.stages[-1].seq_len)
+    # A window that is as long as the stage's sequences masks nothing.
+    windows = (window for window in trainer.model.args.layer_windows if window < trainer.stages[-1].seq_len)
     largest = max(windows, default=0)
     stage = parity.shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
-    if stage.seq_len < MIN_TOKENS:
-        raise ConfigError(
-            f"the doctor cuts a sequence into documents, for which {stage.seq_len} tokens are too few",
-            fix=f"give it a length: --doctor {DOCTOR_TOKENS}",
-        )
     layout, peak = trainer.enter_stage(stage), partial(parity.measure_peak, trainer.device)
     parts = (7, stage.seq_len // 8, 1)
     lengths = (*parts, stage.seq_len - sum(parts))
     mask = AttentionMask(document_lengths=(lengths,))
+    plans, plans_of_one = layout.plans(mask), replace(layout, make_plan=make_plan).plans(mask)
     documents = torch.repeat_interleave(torch.tensor(lengths, device=trainer.device.device)).unsqueeze(0)
     samples = ProbeSamples(trainer.data_pipeline.samples, lengths)
     trainer.data_pipeline.samples = samples  # type: ignore[assignment]
@@ -85,7 +86,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         trainer.model.forward(batch, trainer.model.token_loss)
         return 0.0
 
-    def single(plans: Any = None) -> ModelRun:
+    def one_process(plans: Any = None) -> ModelRun:
         attention: Any = LayerAttention() if plans else PlainAttention()
         model = parity.single_model(trainer, stage, weights, attention, torch.float32)
         own_attention = nullcontext if plans else getattr(model, "own_attention", nullcontext)
@@ -100,8 +101,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     with raised_weights(trainer.model.parts.parameters()):
         weights = parity.gather(trainer, lambda p: p)
         ranks = ModelRun(trainer.model.parts[0], step, lambda: parity.gather(trainer, lambda p: p.grad), peak)
-        alone = replace(layout, make_plan=make_plan).plans(mask)
-        report = examine(layout.plans(mask)[0], ranks, lambda: (single(), single(alone)), 1, list(range(world.size)))
+        report = examine(plans[0], ranks, lambda: (one_process(), one_process(plans_of_one)), 1, [*range(world.size)])
     if world.rank == 0:
         print(report.text)
     return not report.fault
