@@ -11,15 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_cp.attention import (
-    ContextParallel,
-    Plan,
-    attend,
-    causal_conv,
-    gated_delta_rule,
-    sum_ranks,
-    watch_messages,
-)
+from torchtitan_cp import attention
+from torchtitan_cp.attention import ContextParallel, Plan
 from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.strategies import resolve_strategy
@@ -43,19 +36,19 @@ from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import ResolvedRun
 
-# (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> any result
+# (hidden `[B, S/cp, E]`, this rank's rows of the output matrix, labels `[B, S/cp]`, which rows those are) -> any result
 Compute = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
 WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
 class LayerAttention:
-    """The attention that the model calls, with a plan for each window that its layers have.
+    """The attention that the model calls. Its plans are by the windows that the layers have; 0: no window.
 
     Args:
         tp_mesh: this rank's tensor-parallel peers; None if it has none.
 
     Attributes:
-        loss_scale: gradient of a step's loss by the sum of what `add_loss` was given, a scalar; set before backward.
+        loss_scale: derivative of a step's loss by each `loss_sum` given to `add_loss`, a scalar; set before backward.
     """
 
     def __init__(self, tp_mesh: DeviceMesh | None = None) -> None:
@@ -64,29 +57,29 @@ class LayerAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, **options: Any) -> Tensor:
         """Attention of a layer with this window; options as of `attend`."""
-        return attend(q, k, v, plans[window], **options)
+        return attention.attend(q, k, v, plans[window], **options)
 
     def causal_conv(self, x: Tensor, weight: Tensor, plans: dict[int, Plan], **options: Any) -> Tensor:
         """As `attention.causal_conv`."""
-        return causal_conv(x, weight, plans[0], **options)
+        return attention.causal_conv(x, weight, plans[0], **options)
 
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plans: dict[int, Plan], **options: Any
     ) -> Tensor:
         """As `attention.gated_delta_rule`."""
-        return gated_delta_rule(q, k, v, g, beta, plans[0], **options)
+        return attention.gated_delta_rule(q, k, v, g, beta, plans[0], **options)
 
     def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
-        """Sum over the ranks that share each sequence, also its parts under tensor parallelism."""
-        total = sum_ranks(x, next(iter(plans.values())))
+        """Sum over the ranks that share each sequence by context and tensor parallelism."""
+        total = attention.sum_ranks(x, next(iter(plans.values())))
         if self.tp_mesh:
             dist.all_reduce(total, group=self.tp_mesh.get_group())
         return total
 
     def add_loss(self, hidden: Tensor, loss_sum: Tensor) -> Tensor:
-        """`hidden` as it is; backward also differentiates `loss_sum`, a scalar, as a part of the step's loss.
+        """Return `hidden` unchanged; backward treats `loss_sum`, a scalar, as a part of the step's loss.
 
-        For parts of the model before the last, whose losses do not reach the head.
+        Parts of the model before the last need this, since their losses do not reach the head.
         """
         return _AddLoss.apply(hidden, loss_sum, self)
 
@@ -95,13 +88,13 @@ class _AddLoss(torch.autograd.Function):
     """See LayerAttention.add_loss."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss_sum: Tensor, owner: LayerAttention) -> Tensor:
-        ctx.owner = owner
-        return hidden.clone()  # FSDP and zero-bubble schedules take no view as the output of a part
+    def forward(ctx: Any, hidden: Tensor, loss_sum: Tensor, attend: LayerAttention) -> Tensor:
+        ctx.attend = attend
+        return hidden.clone()  # FSDP and zero-bubble schedules refuse a view as the output of a part
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        return gradient, ctx.owner.loss_scale, None
+        return gradient, ctx.attend.loss_scale, None
 
 
 class StepSums(NamedTuple):
@@ -109,9 +102,9 @@ class StepSums(NamedTuple):
 
     Attributes:
         loss: weighted sum of the losses of the tokens that this rank counts.
-        divisor: of the loss, over all ranks; see training.loss_normalization.
+        divisor: what the loss is divided by, over all ranks; see training.loss_normalization.
         learned_tokens: over all ranks.
-        largest_logit: of this rank's rows of the vocabulary; minus infinity on a rank without the last part.
+        largest_logit: of this rank's rows of the vocabulary; minus infinity on ranks without the last part.
     """
 
     loss: Tensor
@@ -121,14 +114,14 @@ class StepSums(NamedTuple):
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast the parameters of a module, as FSDP does; frequencies and routers' biases are buffers, which stay exact."""
+    """Cast a module's parameters in place, as FSDP does. Buffers (frequencies, router biases) keep their dtype."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def set_rope(model: Any, args: Any, rope: Rope | None, seq_len: int, device: torch.device) -> None:
-    """Give a model the rotary embedding of a stage of `seq_len` tokens; None: its own, or the default."""
+    """Set the rotary embedding of a stage with sequences of `seq_len` tokens; None: the model's own, or the default."""
     if rope is None and hasattr(model, "reset_rope"):
         model.reset_rope(seq_len, device)
     else:
@@ -142,19 +135,19 @@ class ParallelModel:
         run: its model_args have the vocabulary set; the pipeline is split by the layers' cost in the longest stage.
         world: this process among the ranks.
         meshes: of the run.
-        stage: the stage of the curriculum whose tp, pp and activation the parts are made with.
+        stage: the stage of the curriculum whose tp, pp and activation settings the parts are made with.
 
     Attributes:
         parts: modules, in order of their layers.
-        optimizers: of each part.
-        pipeline: None on one pipeline rank.
-        token_loss: the last part's loss.
-        routing: adds up what this rank's routers choose; without experts it is empty.
+        optimizers: one for each part.
+        pipeline: None without pipeline parallelism.
+        token_loss: the loss of the last part.
+        routing: adds up what this rank's routers choose; empty without experts.
         cp: context-parallel degree of the current stage.
         observe: called with each micro-batch of a step and the losses of its tokens, on ranks with the last part.
         watches: stopwatches by name; see `pop_timings`.
-        coordinate: this rank's, along pp, dp and cp of the current stage. Tensor-parallel peers share it and so draw
-            the same random numbers.
+        coordinate: this rank's indices along pp, dp and cp in the current stage. Tensor-parallel peers share them, and
+            so draw the same random numbers.
     """
 
     def __init__(self, run: ResolvedRun, world: World, meshes: Meshes, stage: ResolvedStage) -> None:
@@ -186,7 +179,7 @@ class ParallelModel:
         )
         self.observe: Callable[[MicroBatch, Tensor], None] | None = None
         self.watches = {name: Stopwatch(self.device) for name in WATCHED}
-        watch_messages(self.watches["cp_wait"].running, self.watches["cp_flight"].running)
+        attention.watch_messages(self.watches["cp_wait"].running, self.watches["cp_flight"].running)
         self.pipeline = None
         if mesh.size() > 1:
             tied = args.tie_embeddings
@@ -195,7 +188,7 @@ class ParallelModel:
         self.norm_groups = self._group_parameters()
 
     def reset_optimizers(self) -> None:
-        """Make optimizers without state."""
+        """Make new optimizers, whose state is empty."""
         settings, dtype = self.config.optimizer, self.compute_dtype
         self.optimizers = [build_optimizer(part, settings, compute_dtype=dtype) for part in self.parts]
 
@@ -237,9 +230,9 @@ class ParallelModel:
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Run blocks and loss without torch.compile, as hooks inside compiled blocks would not run."""
+        """Run blocks and loss without torch.compile, since hooks inside compiled blocks would not run."""
         layers = [layer for part in self.parts for layer in part.layers.values()]  # type: ignore[operator]
-        kept = [{name: vars(layer)[name] for name in ("forward", "mlp") if name in vars(layer)} for layer in layers]
+        compiled = [{name: vars(layer)[name] for name in ("forward", "mlp") if name in vars(layer)} for layer in layers]
         if self.config.compile.enable:
             self._wrap_blocks(Compile(enable=False))
         compiled_losses, self.token_loss.compiled_losses = self.token_loss.compiled_losses, None
@@ -247,14 +240,14 @@ class ParallelModel:
             yield
         finally:
             self.token_loss.compiled_losses = compiled_losses
-            for layer, replaced in zip(layers, kept, strict=True):
-                vars(layer).update(replaced)
+            for layer, functions in zip(layers, compiled, strict=True):
+                vars(layer).update(functions)
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
         """Forward and backward of a step.
 
-        The loss is divided once, by what training.loss_normalization counts over all ranks. What a model adds to the
-        loss of each token, such as experts' balance, is divided by all tokens of the step.
+        The sum of losses is divided once, by what training.loss_normalization counts over all ranks. Losses that the
+        model adds, such as the balance of experts, are divided by all tokens of the step.
         """
         move = self.world.device.move
         divisor, learned, tokens = self._count(micro_batches)
@@ -282,7 +275,7 @@ class ParallelModel:
             self.pipeline.step(micro_batches, self._hidden(micro_batches[0]), run)
         else:
             for number, batch in enumerate(micro_batches, 1):
-                # Each of FSDP's groups has gradients in each micro-batch, so none keeps a part for the next step.
+                # Every FSDP group has gradients in the last micro-batch too, so none keeps a sum for the next step.
                 if self.meshes.degrees.dp_replicate > 1 and self.config.replicas_sum_once:
                     self.parts[0].set_requires_all_reduce(number == len(micro_batches))  # type: ignore[operator]
                 with self.watches["forward"].running():
@@ -292,7 +285,7 @@ class ParallelModel:
         return StepSums(loss_sum * self.meshes.owns_loss, divisor, learned, self.token_loss.largest_logit)
 
     def _count(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
-        """What a step's loss is divided by, its learned tokens and all its tokens, `[3]` int64 over all ranks.
+        """Over all ranks, the divisor of a step's loss, its learned tokens and all its tokens, `[3]` int64.
 
         With l[t] the loss of a learned token, the step's loss is sum l[t] / learned tokens (`token`), sum l[t] / all
         tokens (`batch_tokens`), or the sum of l[t] / (learned tokens of t's document in its sequence) over the number
@@ -301,20 +294,20 @@ class ParallelModel:
         counts = np.zeros(3)
         for batch in micro_batches if self.meshes.owns_tokens else ():
             learned, tokens = int((batch.labels != IGNORED).sum()), batch.labels.numel()
-            # The weights of a document add up to 1 over its ranks, but for rounding.
+            # The weights of a document add up to 1 over its ranks, up to rounding.
             documents = 0.0 if batch.weights is None else float(batch.weights.double().sum())
             divisors = {"token": learned, "conversation": documents, "batch_tokens": tokens}
             counts += divisors[self.config.training.loss_normalization], learned, tokens
-        # Filled on the device: a copy of a number from pageable memory would have the host wait.
+        # Filled on the device, since copying numbers from pageable memory would make the host wait.
         summed = torch.stack([torch.full((), x, dtype=torch.float64, device=self.device) for x in counts.tolist()])
         dist.all_reduce(summed)
         return summed.round_().long()
 
     @torch.no_grad()
     def forward(self, batch: MicroBatch, compute: Compute) -> Any:
-        """The result of `compute` on a micro-batch, as `token_loss` or `optim.wrong_answers`. Collective.
+        """The result of `compute`, such as `token_loss`, on a micro-batch; None on ranks without the last part.
 
-        None on a rank without the last part.
+        Collective.
         """
         run = partial(self._forward, compute=compute)
         if self.pipeline:
@@ -325,11 +318,11 @@ class ParallelModel:
         """Forward of one part on a micro-batch.
 
         Args:
-            state: hidden states of the part before it; None for the first part, which reads the tokens.
+            state: hidden states of the previous part; None for the first part, which reads the tokens.
             compute: what the last part computes from its hidden states.
 
         Returns:
-            the result of `compute` from the last part, hidden states from the others.
+            the result of `compute` on the last part, hidden states on the others.
         """
         move = self.world.device.move
         tokens, labels, positions = (move(x) for x in (batch.tokens, batch.labels, batch.positions))
@@ -342,7 +335,7 @@ class ParallelModel:
         return forward(tokens if state is None else state, positions, batch.plans, head)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
-        """What pipeline stages send each other, on meta."""
+        """An empty tensor like those that pipeline stages send each other, on the meta device."""
         sequences, length = batch.tokens.shape
         shape = (sequences, length // self.meshes.degrees.tp, self.args.dim)
         return torch.empty(shape, dtype=self.compute_dtype, device="meta")
@@ -367,8 +360,8 @@ class ParallelModel:
     def pop_timings(self) -> dict[str, float]:
         """Seconds since the last call, by name.
 
-        `forward`, `backward` and `optimizer`; within them `cp_wait`, spent waiting for messages of context parallelism,
-        and `cp_flight`, from posting these messages until then; with a pipeline `pipeline`, its steps as a whole.
+        `forward`, `backward` and `optimizer`; within them `cp_wait`, spent waiting for context-parallel messages, and
+        `cp_flight`, from posting a message until it has arrived; with a pipeline also `pipeline`, its whole steps.
         """
         return {name: watch.take() for name, watch in self.watches.items()}
 
@@ -390,11 +383,11 @@ class ParallelModel:
             optimizer.zero_grad(set_to_none=True)
 
     def square_norms(self) -> Tensor:
-        """This rank's share of the squared gradient norm of each block and of the other parameters, `[blocks + 1]`."""
+        """This rank's share of the squared gradient norms of each block and of all other parameters, `[blocks + 1]`."""
         return square_norms(self.norm_groups, self.world.size // self.meshes.pp.size())
 
     def _group_parameters(self) -> list[list[nn.Parameter]]:
-        """This rank's parameters by block, and last those of no block; each counted once over the pipeline."""
+        """This rank's parameters by block, those outside blocks last; none is counted twice over the pipeline."""
         groups: list[list[nn.Parameter]] = [[] for _ in range(self.args.n_layers + 1)]
         layers = [layer for part in self.parts for layer in part.layers.items()]  # type: ignore[operator, union-attr]
         numbers = {parameter: int(number) for number, layer in layers for parameter in layer.parameters()}
@@ -407,7 +400,7 @@ class ParallelModel:
         return self.meshes.coordinate(rank, self.cp)[1:] == self.coordinate[1:]
 
     def resolve_strategy(self, plan: Plan) -> str:
-        """The name of the exchange between ranks; what was chosen for `auto`."""
+        """The name of the exchange between ranks, with `auto` resolved."""
         tp = self.meshes.degrees.tp
         return resolve_strategy(plan, self.args.n_heads // tp, self.args.n_kv_heads // tp)[0]
 

@@ -152,7 +152,7 @@ def _compare(trainer: Trainer, stage: ResolvedStage) -> Comparison:
     batch_layout = trainer.enter_stage(stage)
     parallel, parallel_peak = _parallel_step(trainer, batch_layout)
     weights = gather(trainer, lambda p: p)
-    found: list[Any] = [None]
+    comparison: list[Any] = [None]
     if trainer.world.rank == 0:
         dtype = trainer.model.compute_dtype
         exact, single_peak = _single_step(trainer, stage, batch_layout, weights, torch.float32)
@@ -161,9 +161,9 @@ def _compare(trainer: Trainer, stage: ResolvedStage) -> Comparison:
             rounded, single_peak = _single_step(trainer, stage, batch_layout, weights, dtype)
         rows = tuple(_rows(parallel, exact, rounded, dtype))
         holds = all(row.holds for row in rows)
-        found = [Comparison(name, stage.seq_len, rows, parallel_peak, single_peak, holds)]
-    dist.broadcast_object_list(found)
-    return found[0]
+        comparison = [Comparison(name, stage.seq_len, rows, parallel_peak, single_peak, holds)]
+    dist.broadcast_object_list(comparison)
+    return comparison[0]
 
 
 def measure_peak(device: Device) -> Callable[[], int]:

@@ -1,4 +1,4 @@
-"""What mixes tokens, on whole sequences in one process and written plainly: what ranks are compared with."""
+"""A plain implementation of everything that mixes tokens, on whole sequences in one process, to compare ranks with."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torchtitan_cp.attention.linear.kernel import NORM_EPSILON
 
 
 class PlainAttention:
-    """In place of LayerAttention; instead of plans it is given the number of each token's document, `[B, S]`."""
+    """Replaces LayerAttention. In place of plans it is given the number of each token's document, `[B, S]`."""
 
     def __call__(
         self,
@@ -25,23 +25,23 @@ class PlainAttention:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         rows = torch.arange(q.shape[2], device=q.device)
         distance = rows.unsqueeze(1) - rows
-        seen = (distance >= 0) & (distance < (window or len(rows)))
-        mask = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+        in_window = (distance >= 0) & (distance < (window or len(rows)))
+        mask = in_window & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
         if sinks is None and not softcap:
             out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
             return out.transpose(1, 2)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))  # as torch's own does
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))  # as torch's attention does
         scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~mask, -torch.inf)
-        if sinks is not None:  # a score of its own for each head, which adds no value
+        if sinks is not None:  # one more score for each head, which has no value
             scores = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
         return (scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v).transpose(1, 2)
 
     def causal_conv(self, x: Tensor, weight: Tensor, documents: Tensor, activation: str = "") -> Tensor:
-        """A depthwise convolution, a product for each distance; x `[B, S, C]`, weight `[C, W]`."""
+        """A causal depthwise convolution within documents; x `[B, S, C]`, weight `[C, W]`."""
         assert activation == "silu"
         total = x * weight[:, -1]
         for distance in range(1, weight.shape[1]):
@@ -54,22 +54,25 @@ class PlainAttention:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor, qk_l2norm: bool = False
     ) -> Tensor:
         """The recurrence, token by token, in fp32 or wider; shapes as of `torchtitan_cp.attention.gated_delta_rule`."""
-        dtype, own = torch.promote_types(torch.float32, v.dtype), v.dtype
+        dtype, out_dtype = torch.promote_types(torch.float32, v.dtype), v.dtype
         q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
         if qk_l2norm:
             q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON) for x in (q, k))
         starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
         state = v.new_zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1])
-        return delta_steps(q, k, v, g.exp() * ~starts.unsqueeze(-1), beta, state)[0].to(own)
+        return delta_steps(q, k, v, g.exp() * ~starts.unsqueeze(-1), beta, state)[0].to(out_dtype)
 
 
 def delta_steps(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The gated delta rule token by token: (outputs, the state `[B, Hv, K, V]` after the last one).
+    """The gated delta rule, token by token.
 
     Args:
-        q, k, v, beta: as of `torchtitan_cp.attention.gated_delta_rule`, in fp32 or wider.
-        decay: `[B, S, Hv]`, of the state before a token.
+        q, k, v, beta: as for `torchtitan_cp.attention.gated_delta_rule`, in fp32 or wider.
+        decay: `[B, S, Hv]`, the factor on the state before each token.
         state: `[B, Hv, K, V]`, before the first token.
+
+    Returns:
+        outputs `[B, S, Hv, V]`, and the state after the last token.
     """
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2).unsqueeze(-1) for x in (q * q.shape[-1] ** -0.5, k))
     decay, beta = (x[..., None, None] for x in (decay, beta))

@@ -37,10 +37,10 @@ def architecture(model: Model) -> Any:
     if model.architecture not in _ARCHITECTURES:
         known = ", ".join(sorted(_ARCHITECTURES))
         raise ConfigError(f"model.architecture = {model.architecture!r} is not known", fix=f"use one of {known}")
-    found = _ARCHITECTURES[model.architecture]
-    if found.needs:
-        import_extra(found.needs, extra="hub", needed_by=f"model.architecture = {found.name!r}")
-    return found
+    chosen = _ARCHITECTURES[model.architecture]
+    if chosen.needs:
+        import_extra(chosen.needs, extra="hub", needed_by=f"model.architecture = {chosen.name!r}")
+    return chosen
 
 
 def empty_model(model: Model, args: Any, attend: Any = None) -> Any:
@@ -225,7 +225,7 @@ def _args_of_config(model: Model) -> Any:
     try:
         return architecture(model).args_of(hub_config(model), model.overrides)
     except (ValueError, TypeError, KeyError) as error:
-        others = [known.name for known in _ARCHITECTURES.values() if known.hub and not known.args_of]
+        others = [other.name for other in _ARCHITECTURES.values() if other.hub and not other.args_of]
         fix = f"use another model, or try the other values of model.architecture: {', '.join(others)}"
         if model.overrides:
             fix = f"change model.overrides, or {fix}"
@@ -238,7 +238,7 @@ def _hub_sizes(model: Model) -> dict[str, Any]:
         return hub_of(model).sizes(hub_config(model))
     except (KeyError, ValueError, TypeError) as error:
         problem = f" has no {error}" if isinstance(error, KeyError) else f": {error}"
-        others = [repr(known.name) for known in _ARCHITECTURES.values() if known.args_of]
+        others = [repr(other.name) for other in _ARCHITECTURES.values() if other.args_of]
         fix = f"use another checkpoint, or try model.architecture = {' or '.join(others)}, which takes most models"
         raise _config_error(model, problem, fix) from None
 

@@ -206,5 +206,6 @@ def check_hub_weights(config: Config, args: Any) -> None:
     resumes = any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*"))
     if config.model.hub_checkpoint and config.model.load_weights and folder.is_dir() and not resumes:
         files_by_tensor(folder)
-        if (found := registry.architecture(config.model)).hub.load:
-            load_parts(folder, [registry.empty_model(config.model, args)], (), found.hub, lambda *_, **__: True)
+        hub = registry.architecture(config.model).hub
+        if hub.load:
+            load_parts(folder, [registry.empty_model(config.model, args)], (), hub, lambda *_, **__: True)

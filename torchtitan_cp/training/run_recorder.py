@@ -66,11 +66,11 @@ class RunRecorder:
         self.routing: Routing | None = None
         self.idle_experts = IdleExperts(config.health.idle_expert_steps)
 
-    def start(self, done: int) -> None:
+    def start(self, steps_done: int) -> None:
         """Write the run's folder, open the logs and print what will run.
 
         Args:
-            done: optimizer steps taken by earlier starts.
+            steps_done: optimizer steps taken by earlier starts.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -82,13 +82,13 @@ class RunRecorder:
             replace_file(self.folder / RUN_CONFIG, text.encode())
             if tokenizer.path and config.tokenizer.trained:
                 replace_file(self.folder / TOKENIZER_FILE, tokenizer.path.read_bytes())
-            log.open_files(self.folder, done)
+            log.open_files(self.folder, steps_done)
             for record in read_evaluations(self.folder):
                 self.evaluation_curves[record["stage"]] = (record["position_starts"], record["position_losses"])
-            log.text("config", f"```toml\n{text}\n```", done)
+            log.text("config", f"```toml\n{text}\n```", steps_done)
             for name, stream in self.data.streams.items():
                 lengths = stream.store.document_lengths
-                log.image(f"documents/{name}", done, figures.draw_document_lengths, lengths, name)
+                log.image(f"documents/{name}", steps_done, figures.draw_document_lengths, lengths, name)
         if config.job.description:
             log.say(config.job.description)
         model_name = config.model.flavor or Path(config.model.hub_checkpoint or config.model.config).stem

@@ -1,4 +1,4 @@
-"""The forward and backward of a step, watched: run, checked on every rank, and run again where it was bad."""
+"""The forward and backward of a step: run, checked on every rank, and run again to diagnose it if it was bad."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,15 +20,15 @@ from torchtitan_cp.training.model import ParallelModel, StepSums
 
 
 class StepRunner:
-    """Runs steps up to their gradients, which it checks. Making and calling it is collective.
+    """Runs steps up to their gradients and checks those. Making and calling it is collective.
 
     Args:
-        stop_and_save_requests: whether this rank asks to stop, and to save, after the step.
+        stop_and_save_requests: (whether this rank asks to stop after the step, whether it asks to save).
 
     Attributes:
         monitor: detects bad steps.
-        routing: the tokens that the newest step sent to each expert.
-        healthy_batches: of the newest healthy step of this stage, which a spike is compared with.
+        routing: how many tokens each expert got in the last step; None without experts.
+        healthy_batches: micro-batches of the stage's last healthy step, to compare a spike with.
     """
 
     def __init__(self, model: ParallelModel, stop_and_save_requests: Callable[[], tuple[bool, bool]]) -> None:
@@ -47,25 +47,29 @@ class StepRunner:
         )
         self.routing: Routing | None = None
         self.healthy_batches: tuple[MicroBatch, ...] = ()
-        self.newest_place = 0, 0  # (stage, step of it) of the newest step, which seed its random numbers
+        self.seeded_by = 0, 0  # (stage, its step): seeds the random numbers of the last step
 
     def start_stage(self, recent: list[list[float]]) -> None:
-        """Compare steps with these recent numbers from now on, and with no step's tensors."""
+        """Forget the last steps.
+
+        Args:
+            recent: numbers of healthy steps to find spikes with; see health.monitor.SpikeDetector.
+        """
         self.monitor.spikes.recent, self.healthy_batches = recent, ()
 
     def run(self, progress: Progress, micro_batches: Sequence[MicroBatch]) -> StepReport:
-        """Forward and backward of the step after `progress`, and its report over all ranks."""
-        step, self.newest_place = progress.step + 1, (progress.stage, progress.stage_step)
+        """Forward and backward of the step that follows `progress`, and its report over all ranks."""
+        step, self.seeded_by = progress.step + 1, (progress.stage, progress.stage_step)
         self._seed()
         with self.injector.fault(step):
             sums = self.model.forward_backward(self.injector.corrupt(step, micro_batches))
         return self._check(sums)
 
     def _seed(self) -> None:
-        seed_step(self.config.training.seed, *self.newest_place, self.model.coordinate)
+        seed_step(self.config.training.seed, *self.seeded_by, self.model.coordinate)
 
     def _check(self, sums: StepSums) -> StepReport:
-        # Taken for bad steps and their repetitions too, so that it does not count in a later one.
+        # Also taken after bad steps and their repetitions, so that a later step does not count it.
         self.routing = self.model.routing.take() if self.model.args.n_experts else None
         memory = self.model.world.device.peak_memory_bytes()
         return self.monitor.check_step(sums, self.model.square_norms(), memory, self.stop_and_save_requests())
@@ -73,10 +77,10 @@ class StepRunner:
     def _repeat(
         self, step: int, micro_batches: Sequence[MicroBatch], within: AbstractContextManager[Any]
     ) -> StepReport:
-        """Run a step again, uncompiled, with the random numbers it had; its gradients are freed.
+        """Run a step again, uncompiled and with the same random numbers, and free its gradients.
 
         Args:
-            within: watches the modules.
+            within: a context that watches the modules.
         """
         self._seed()
         try:
@@ -89,20 +93,19 @@ class StepRunner:
     def diagnose(
         self, step: int, report: StepReport, micro_batches: Sequence[MicroBatch], state: RecoveryState
     ) -> Diagnosis:
-        """Run a bad step again, find what it begins with, and keep the tensors of that.
+        """Run a bad step again, find the module where it went wrong first, and save a bundle for `replay`.
 
         Args:
-            state: counts the steps whose tensors are kept.
+            state: counts the bundles.
         """
-        read = self.injector.corrupt(step, micro_batches, again=True)
-        found = self.diagnoser.diagnose(step, read, report, self.healthy_batches)
+        micro_batches = self.injector.corrupt(step, micro_batches, again=True)
+        diagnosis = self.diagnoser.diagnose(step, micro_batches, report, self.healthy_batches)
         if state.replays >= self.config.health.bundles or not (report.findings or self.healthy_batches):
-            return found
+            return diagnosis
         state.replays += 1
-        config, args = self.config, self.model.args
-        # By its name in the model: a library has names of its own.
-        struck = self.injector.module
-        names = (name for part in self.model.parts for name, module in part.named_modules() if module is struck)
+        config, args, faulty = self.config, self.model.args, self.injector.module
+        # The module's name in the model; within a model of a library the injector knows it by another.
+        names = (name for part in self.model.parts for name, module in part.named_modules() if module is faulty)
         about = {
             "findings": report.findings or report.spikes,
             "inject": asdict(self.injector.settings),
@@ -117,4 +120,4 @@ class StepRunner:
             "logit_softcap": args.logit_softcap,
         }
         folder = Path(config.job.dump_folder) / "health" / f"step-{step}"
-        return save_bundle(self.diagnoser, found, step, read, about, folder)
+        return save_bundle(self.diagnoser, diagnosis, step, micro_batches, about, folder)

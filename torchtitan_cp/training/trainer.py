@@ -134,9 +134,9 @@ class Trainer:
         if not self.config.checkpoint.enable:
             resume.refuse_to_start_over(self.checkpoints)
         self.resume()
-        done = self.progress.step
-        self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, done, enabled=self.world.rank == 0)
-        export_dtype = "no" if self.world.rank else self.config.checkpoint.export
+        steps_done, on_rank_0 = self.progress.step, self.world.rank == 0
+        self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, steps_done, enabled=on_rank_0)
+        export_dtype = self.config.checkpoint.export if on_rank_0 else "no"
         finish_exports = start_exports(self.folder, export_dtype, self.data_pipeline.corpus.tokenizer)
         if self.finished:
             self.metrics_logger.say(
@@ -150,7 +150,7 @@ class Trainer:
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
         self.step_runner.start_stage(self.progress.recent)
         self.recorder = RunRecorder(self.model, self.data_pipeline, self.metrics_logger)
-        self.recorder.start(done)
+        self.recorder.start(steps_done)
         try:
             with self.signals:
                 self._train()
@@ -192,8 +192,8 @@ class Trainer:
     def _run_stage(self, stage: ResolvedStage) -> None:
         """Take the remaining steps of a stage with its own process groups, frequencies and loader, then evaluate.
 
-        Returns early after a bad step, since the loader has to start again behind the skipped text. If a stop cut the
-        final evaluation short, no step remains and only the evaluation is made up for.
+        Returns early after a bad step, since the loader has to start again behind the skipped text. No step remains if
+        a stop interrupted the evaluation at the stage's end; then only that is done.
         """
         begun = time.perf_counter()
         # The first step may compile.
@@ -207,11 +207,10 @@ class Trainer:
         self._set_progress(text_recipe=stage.text_recipe, ropes=ropes, read_tokens=read_tokens)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self.model.reset_optimizers()
-        # Without steps left the last batch is read again, as the stage is announced with a batch.
+        # Without steps left the last step's batch is read again, since a batch is needed to announce the stage.
         first_step = self.progress.text_step if steps_left else self.progress.text_step - 1
-        batches = self.data_pipeline.steps(
-            first_step, max(1, steps_left), batch_layout, pin=self.device.device.type == "cuda"
-        )
+        pin = self.device.device.type == "cuda"
+        batches = self.data_pipeline.steps(first_step, max(1, steps_left), batch_layout, pin=pin)
         first_batches = next(batches)
         check_agreement(f"stage {stage.index + 1}", batch_facts(batch_layout, first_batches))
         if self.announced_stage != stage.index:
