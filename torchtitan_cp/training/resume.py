@@ -116,7 +116,10 @@ def resume(
     path, saved_progress = saved
     check_identity(saved_progress.identity, fresh.identity, path)
     warn = logger.warning if model.world.rank == 0 else logger.debug
-    was, now = ({"block_tokens": progress.block_tokens, **progress.data_order} for progress in (saved_progress, fresh))
+    was, now = (
+        {"tokens of the longest stage": progress.block_tokens, **progress.data_order}
+        for progress in (saved_progress, fresh)
+    )
     if changed := _changes(was, now):
         warn("%s: the data order changes from here, and some text may be read twice", ", ".join(changed))
     checkpoints.load(path, model.parts, model.optimizers)
