@@ -57,6 +57,10 @@ class Device:
             gc.collect()
             torch.cuda.empty_cache()
 
+    def allocation_retries(self) -> int:
+        """How often the GPU was full until torch gave back its cached memory, which makes a step slow."""
+        return torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0) if self.device.type == "cuda" else 0
+
     def free_memory_bytes(self) -> int:
         """Memory that is still available on the GPU, or on the machine."""
         if self.device.type == "cuda":

@@ -191,7 +191,10 @@ class DataPipeline:
             if step <= stage.steps:
                 when = f"reaches max_epochs in step {step} of" if step else "reached max_epochs before"
                 notes.append(f"{name} {when} the stage; the other sources take its share")
-        notes += [f"packed by {data.packing}"] * (data.packing != "concat")
+        if data.packing != "concat":
+            largest = max(self.samples.packed.values(), key=lambda packed: packed.samples)
+            whole = largest.whole_fraction(0)
+            notes.append(f"packed by {data.packing}, {whole:.0%} of the first window's documents whole")
         for name, packed in self.samples.packed.items():
             if packed.stream.store.has_masks:
                 conversations, cut, inside = packed.cuts()

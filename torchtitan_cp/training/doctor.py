@@ -11,7 +11,7 @@ import torch
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.doctor import examine, raised_weights
 from torchtitan_cp.attention.recording import ModelRun
-from torchtitan_cp.config import Config
+from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.loader import Samples, read_step
 from torchtitan_cp.data.batches.samples import PackedSequence
@@ -22,7 +22,7 @@ from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.resolve import doctor_config
 from torchtitan_cp.training.trainer import Trainer
 
-DOCTOR_TOKENS = 256
+DOCTOR_TOKENS, MIN_TOKENS = 256, 16
 
 
 @dataclass
@@ -60,8 +60,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         whether no fault was found.
 
     Raises:
-        ConfigError: the unsharded model does not fit on one rank.
-        ContextParallelError: the sequence is too short to be cut into documents.
+        ConfigError: the unsharded model does not fit on one rank, or the sequence is too short for documents.
     """
     trainer = Trainer(doctor_config(config, world.size), world)
     parity.check_fits(trainer)
@@ -69,6 +68,11 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     windows = (window for window in trainer.model.args.layer_windows if window < trainer.stages[-1].seq_len)
     largest = max(windows, default=0)
     stage = parity.shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
+    if stage.seq_len < MIN_TOKENS:
+        raise ConfigError(
+            f"the doctor cuts a sequence into documents, for which {stage.seq_len} tokens are too few",
+            fix=f"give it a length: --doctor {DOCTOR_TOKENS}",
+        )
     layout, peak = trainer.enter_stage(stage), partial(parity.measure_peak, trainer.device)
     parts = (7, stage.seq_len // 8, 1)
     lengths = (*parts, stage.seq_len - sum(parts))
@@ -103,5 +107,12 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         ranks = ModelRun(trainer.model.parts[0], step, lambda: parity.gather(trainer, lambda p: p.grad), peak)
         report = examine(plans[0], ranks, lambda: (one_process(), one_process(plans_of_one)), 1, [*range(world.size)])
     if world.rank == 0:
+        if look := getattr(trainer.model.args, "look", None):
+            rotaries = " and ".join(f"{dims} dims of a head by {name}" for name, dims in look.rotaries.items())
+            routers, softcap = len(look.routers) or "no", f"{look.logit_softcap:g}" if look.logit_softcap else "none"
+            print(
+                f"{look.model_class}: {len(look.layers)} layers; rotary embeddings turn {rotaries or 'nothing'}; "
+                f"{routers} routers of experts; logits x {look.logit_scale:g}, soft cap {softcap}"
+            )
         print(report.text)
     return not report.fault

@@ -68,16 +68,20 @@ def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: thread
     """Export every stage's end once, until `ended` is set. Failures are logged, and training goes on."""
     tried, is_last_poll = set[Path](), False
     while not is_last_poll:
-        is_last_poll, checkpoint = ended.wait(POLL_SECONDS), folder / CHECKPOINTS
+        is_last_poll, stage_ends = ended.wait(POLL_SECONDS), list[Path]()
         try:
-            for checkpoint in CheckpointManager(folder / CHECKPOINTS).stage_ends():  # oldest first
-                out = folder / "hub" / checkpoint.name
-                if checkpoint not in tried and not out.exists():
-                    tried.add(checkpoint)
+            stage_ends = CheckpointManager(folder / CHECKPOINTS).stage_ends()
+        except OSError as error:
+            logger.error("NO EXPORT: %s. The next poll or start tries again", error)
+        for checkpoint in [path for path in stage_ends if path not in tried]:  # oldest first
+            tried.add(checkpoint)
+            out = folder / "hub" / checkpoint.name
+            try:
+                if not out.exists():
                     export(checkpoint, out, dtype, tokenizer)
                     logger.info("%s is written, for transformers", out)
-        except Exception as error:
-            logger.error("NO EXPORT of %s: %s. The next start of the run tries again", checkpoint, error)
+            except Exception as error:
+                logger.error("NO EXPORT of %s: %s. The next start of the run tries again", checkpoint, error)
 
 
 def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Tokenizer | None = None) -> None:

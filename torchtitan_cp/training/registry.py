@@ -225,11 +225,20 @@ def _args_of_config(model: Model) -> Any:
     try:
         return architecture(model).args_of(hub_config(model), model.overrides)
     except (ValueError, TypeError, KeyError) as error:
-        others = [other.name for other in _ARCHITECTURES.values() if other.hub and not other.args_of]
-        fix = f"use another model, or try the other values of model.architecture: {', '.join(others)}"
+        others = [other for other in _ARCHITECTURES.values() if other.hub and not other.args_of]
+        names = [repr(other.name) for other in others if _accepts(other.hub, hub_config(model))]
+        fix = f"set model.architecture = {' or '.join(names)}" if names else "use another model"
         if model.overrides:
             fix = f"change model.overrides, or {fix}"
         raise _config_error(model, f": {error}", fix) from None
+
+
+def _accepts(hub: Any, config: dict[str, Any]) -> bool:
+    """Whether an architecture can read its sizes from a config.json."""
+    try:
+        return bool(hub.sizes(config))
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _hub_sizes(model: Model) -> dict[str, Any]:

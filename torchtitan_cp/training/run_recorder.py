@@ -1,5 +1,6 @@
 """Builds the records of a run from its steps, evaluations and stages, and hands them to the metrics logger."""
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ from torchtitan_cp.parallel.experts import Routing
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
 
+logger = logging.getLogger(__name__)
+SPEED_DECAY = 0.9  # per step, of the moving average of a stage's speed
 Curves = dict[str, tuple[Sequence[int], Sequence[float]]]  # stage -> (first positions of bins, mean losses)
 
 
@@ -59,12 +62,14 @@ class RunRecorder:
         self.training_curves: Curves = {}
         self.evaluation_curves: Curves = {}
         self.stage_rows: dict[int, dict[str, Any]] = {}
+        self.speeds: dict[int, float] = {}
         self.newest: StepRecord | None = None
         self.evaluation: EvaluationResult | None = None
         self.evaluated_at = 0
         self.checkpoint_seconds, self.message_seconds = 0.0, (0.0, 0.0)
         self.routing: Routing | None = None
         self.idle_experts = IdleExperts(config.health.idle_expert_steps)
+        self.allocation_retries = 0
 
     def start(self, steps_done: int) -> None:
         """Write the run's folder, open the logs and print what will run.
@@ -203,6 +208,7 @@ class RunRecorder:
             **({} if skipped else self._details(stage, report, speed, routing)),
         )
         self.newest, self.routing = record, None if skipped else routing
+        self.speeds[stage.index] = SPEED_DECAY * self.speeds.get(stage.index, speed) + (1 - SPEED_DECAY) * speed
         self.log.step(record, total_steps)
         if self.routing:
             self.idle_experts.record_healthy_step(self.routing.counts)
@@ -228,6 +234,7 @@ class RunRecorder:
         flops = flops_per_token(self.model.args, stage.seq_len, [keys[window] for window in windows])
         memory = self.model.memory_by_kind()
         other = max(0, self.world.device.peak_memory_bytes() - sum(memory.values()))
+        self._warn_of_full_memory()
         return {
             **details,
             **self.step_losses.means(),
@@ -238,6 +245,14 @@ class RunRecorder:
             "memory_bytes": memory | {"other": other},
             **(expert_fields(*routing, stage.global_batch_tokens) if routing else {}),
         }
+
+    def _warn_of_full_memory(self) -> None:
+        before, self.allocation_retries = self.allocation_retries, self.world.device.allocation_retries()
+        if self.allocation_retries > before:
+            logger.warning(
+                f"the GPU's memory was full: torch emptied its cache {self.allocation_retries - before} more times, "
+                "and each slows a step; docs/troubleshooting.md says what saves memory"
+            )
 
     def _mfu(self, speed: float, flops: float) -> float:
         mfu = speed * flops / (self.peak.flops_per_second * self.world.size)
@@ -301,7 +316,7 @@ class RunRecorder:
             "last": last,
             "far": curve[max(curve)] if curve else None,
             "passkey": result.passkey_accuracy if result else None,
-            "tok/s": self.newest.tokens_per_second if self.newest else None,
+            "tok/s": self.speeds.get(stage.index),
             "mfu": self.newest.mfu if self.newest else None,
             "GiB": self.newest.peak_memory_bytes / 2**30 if self.newest else None,
         }

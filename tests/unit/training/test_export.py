@@ -112,4 +112,4 @@ def test_a_tokenizer_takes_as_many_tokens_as_the_model_was_trained_with(tmp_path
 def test_an_export_that_cannot_look_for_checkpoints_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with failing_lists(lambda folder: folder.endswith("checkpoints")):
         start_exports(tmp_path, "float32", load_tokenizer(TokenizerConfig(kind="bytes")))(True)
-    assert f"NO EXPORT of {tmp_path}/checkpoints: [Errno 13] Permission denied" in caplog.text
+    assert f"NO EXPORT: [Errno 13] Permission denied: '{tmp_path}/checkpoints'" in caplog.text

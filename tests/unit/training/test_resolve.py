@@ -131,15 +131,14 @@ def test_the_doctor_asks_nothing_of_what_only_the_whole_training_has(
     assert [stage.seq_len for stage in resolve_run(examined, 4).stages] == [256]
 
 
-def test_a_model_that_another_architecture_may_take_is_sent_there(tmp_path: Path) -> None:
+def test_a_model_that_another_architecture_takes_is_sent_there(tmp_path: Path) -> None:
     config, path = tmp_path / "config.json", write_run(tmp_path)
     hybrid = Qwen3_5TextConfig(num_hidden_layers=4, vocab_size=300)
     config.write_text(json.dumps(hybrid.to_dict()))
     model = ["--model.architecture=huggingface", "--model.flavor=", f"--model.config={config}", "--model.overrides={}"]
     with pytest.raises(ConfigError, match="a layer of linear_attention, which is unsupported") as refused:
         resolve(path, 1, *model)
-    assert refused.value.fix.startswith("use another model, or try the other values of model.architecture: ")
-    assert "qwen3_5" in refused.value.fix
+    assert refused.value.fix == "set model.architecture = 'qwen3_5'"
     resolve(path, 1, "--model.architecture=qwen3_5", *model[1:])
     with pytest.raises(ConfigError, match="did you mean 'hidden_size'") as refused:
         resolve(path, 1, *model[:3], "--model.overrides={hidden_sise = 64}")

@@ -1,12 +1,16 @@
 """What the recorder hands to the sinks."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+import pytest
+import torch
 
 from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
+from torchtitan_cp.runtime.device import Device
 from torchtitan_cp.training.run_recorder import RunRecorder
 
 
@@ -19,3 +23,16 @@ def test_of_prompts_that_were_not_tried_there_is_no_map() -> None:
     recorder.record_evaluation(stage, 3, EvaluationResult(2.0, 6.0, {}, [0], [2.0], retrieval=retrieval))
     drawn = [call.args[0] for call in recorder.log.image.call_args_list]
     assert drawn == ["validation/loss_by_position", "validation/two/1K"]
+
+
+def test_a_gpu_that_was_full_is_told_of_once_for_each_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = iter([0, 3, 3, 4])
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": next(counts)})
+    recorder: Any = RunRecorder.__new__(RunRecorder)
+    recorder.allocation_retries, recorder.world = 0, SimpleNamespace(device=Device(torch.device("cuda"), "nccl"))
+    for _ in range(4):
+        recorder._warn_of_full_memory()
+    told = [re.search(r"emptied its cache (\d) more times", line.getMessage()) for line in caplog.records]
+    assert [found and found[1] for found in told] == ["3", "1"]
