@@ -40,7 +40,7 @@ def square_norms(groups: Sequence[Iterable[nn.Parameter]], ranks: int | None = N
 
 @lru_cache(maxsize=32)
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers that every step needs on the device, fp64: copying them each time would make the host wait."""
+    """Numbers that every step needs on the device, fp64. Copying them in each step would make the host wait."""
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 

@@ -64,7 +64,7 @@ def matrix_batches(groups: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]
     """Yield Muon's matrices that have a gradient, each as a group of its own, in batches.
 
     A batch has one matrix for each rank of their mesh to orthogonalise, the largest first, so that a batch has equal
-    sizes. The experts of a layer are a batch by themselves, as each rank orthogonalises some of them.
+    sizes. A parameter of experts is a batch by itself, as each rank orthogonalises some of its experts.
     """
     by_mesh: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for group in groups:

@@ -62,8 +62,8 @@ def learning_rate(step: int, steps: int, peak: float, settings: LRScheduler | St
 class LearningRates:
     """The learning rate of every step of a run.
 
-    A stage with its own `lr` follows that over its own steps. The other stages share [lr_scheduler], which counts
-    their steps alone: after a stage with its own it continues where it was.
+    A stage with its own `lr` follows that over its own steps. The other stages share [lr_scheduler], which counts only
+    their steps: after a stage with its own `lr` it continues where it stopped.
 
     Args:
         optimizer: gives the peak.
@@ -82,8 +82,8 @@ class LearningRates:
         Args:
             taken: steps of stages before it that took another number, as a gate ended them early.
         """
-        own, steps = self.stages[stage]
-        if own:
-            return learning_rate(step, steps, self.peak if own.peak is None else own.peak, own)
+        stage_lr, steps = self.stages[stage]
+        if stage_lr:
+            return learning_rate(step, steps, self.peak if stage_lr.peak is None else stage_lr.peak, stage_lr)
         shared = [0 if other else (taken or {}).get(index, steps) for index, (other, steps) in enumerate(self.stages)]
         return learning_rate(sum(shared[:stage]) + step, sum(shared), self.peak, self.scheduler)

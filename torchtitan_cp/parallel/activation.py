@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_cp.attention import OPERATORS
 from torchtitan_cp.parallel.offload import HostMemory, restore, storage_of
@@ -35,7 +35,8 @@ def checkpointed(forward: Forward, kind: str, host: HostMemory | None, *, compil
     if kind == "full":
         return recomputed(forward)
     if compiled:
-        return recomputed(forward, partial(create_selective_checkpoint_contexts, partial(_policy, kind)))
+        saved = [*OPERATORS, *(PRODUCTS if kind == "selective" else ())]
+        return recomputed(forward, partial(create_selective_checkpoint_contexts, saved))
     return recomputed(forward, partial(_saving_contexts, partial(_is_kept, kind), host))
 
 
@@ -113,7 +114,7 @@ class _KeptOutput:
         return restore(self.value)
 
 
-@cache  # operators live as long as the process
+@cache  # asked of every operator of every step, and slow to answer
 def _is_mutable(function: Any) -> bool:
     """Whether an operator writes to any of its arguments."""
     return hasattr(function, "_schema") and function._schema.is_mutable
@@ -156,10 +157,6 @@ class Tiles:
 
 def _is_kept(kind: str, operator: Any) -> bool:
     return operator in OPERATORS or (kind == "selective" and operator in PRODUCTS and not Tiles.running)
-
-
-def _policy(kind: str, _context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_kept(kind, operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def tiled(forward: Callable[[Tensor], Tensor], tiles: int) -> Callable[[Tensor], Tensor]:

@@ -134,10 +134,10 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 def _unpack(saved: tuple[Any, Tensor, int]) -> Tensor:
     """The saved tensor, after the check for writes in place that autograd makes without hooks."""
-    held, counter, version = saved
+    tensor, counter, version = saved
     if counter._version != version:
         raise RuntimeError("a tensor that backward needs was written to in place after it was saved")
-    return restore(held)
+    return restore(tensor)
 
 
 def restore(offloaded: Any) -> Any:

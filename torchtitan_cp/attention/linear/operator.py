@@ -125,7 +125,7 @@ def check_inputs(plan: Plan, fits: bool, takes: str, inputs: Mapping[str, Tensor
     if not plan.mask.causal or plan.mask.window[0] >= 0:
         raise PlanError(
             "linear attention and convolutions are causal and have no window, and the plan's mask is not so",
-            fix="give them a plan of a mask with the documents alone, made with `like` the other layers' plan",
+            fix="give them a plan whose mask has only the documents, made with `like` the other layers' plan",
         )
 
 
