@@ -13,11 +13,8 @@ from torchtitan_cp.config.names import MEASURED, SCHEDULES
 from torchtitan_cp.config.rope import Rope, check_rope
 from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
 
-START_BYTES = 2**16
-# Of the run's folder: two files that every start writes, and a folder.
-RUN_CONFIG, LOCK_FILE, CHECKPOINTS = "config.toml", ".lock", "checkpoints"
-MAX_TOKENS = 1e15  # of a stage
-FLOAT8_ROWS = 16  # of a product in float8
+START_BYTES = 2**16  # about as much as a start writes
+RUN_CONFIG, LOCK_FILE, CHECKPOINTS = "config.toml", ".lock", "checkpoints"  # names in the run's folder
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
@@ -97,11 +94,6 @@ def _check_sections(config: Config, ranks: int) -> None:
     for key, rank in named.items():
         if rank >= ranks:
             raise ConfigError(f"{key} = {rank} does not exist on {ranks} ranks", fix=f"use 0 to {ranks - 1}")
-    if config.health.on_spike == "trip" and not config.health.spike_threshold:
-        raise ConfigError(
-            "health.on_spike = 'trip' has no effect with health.spike_threshold = 0",
-            fix="set spike_threshold above 0, or leave on_spike out",
-        )
     if fault.step and fault.module and config.compile.enable and fault.where in ("forward", "backward", "gradient"):
         raise ConfigError(
             f"health.inject.module = {fault.module!r} lies inside a block, and compile.enable = true",
@@ -182,8 +174,6 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
     if len(ends) != 1:
         has = " and ".join(ends) if ends else "none of steps, tokens and until"
         raise ConfigError(f"{where} has {has}", fix="give one of them")
-    if max(stage.steps * stage.global_batch_tokens, stage.tokens, stage.until.get("max_tokens", 0)) > MAX_TOKENS:
-        raise ConfigError(f"{where}.{ends[0]} asks for more than {MAX_TOKENS:.0e} tokens", fix="make it shorter")
     if stage.until:
         _check_until(config, stage, f"{where}.until")
     cp, tp = degrees.stage_cp(stage), degrees.tp
@@ -197,7 +187,6 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
             f"{unit}",
             fix=f"use {f'{lower} or ' if lower else ''}{lower + unit}, or another cp or tp",
         )
-    _check_float8_rows(config, stage, where, cp)
     check_rope(stage.rope or Rope(), stage.seq_len, f"{where}.rope")
     check_stage_data(config.data, stage.data, stage.seq_len, f"{where}.data")
     tokens, growth_steps = stage.tokens or stage.until.get("max_tokens", 0), stage.data.growth_steps
@@ -218,19 +207,6 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
         )
     if degrees.pp > 1:
         _check_micro_batches(stage, where, config.parallel.pp_schedule, degrees.pp, unit)
-
-
-def _check_float8_rows(config: Config, stage: Stage, where: str, cp: int) -> None:
-    """The gradient of a weight sums over a rank's tokens, and a product in float8 over multiples of 16."""
-    tiles, tokens = stage.activation.mlp_tiles or config.activation.mlp_tiles, stage.seq_len // cp
-    rows = config.training.micro_batch_sequences * math.gcd(tokens, -(-tokens // tiles))
-    if config.training.float8 != "none" and rows % FLOAT8_ROWS:
-        unit = FLOAT8_ROWS * cp * tiles
-        raise ConfigError(
-            f"training.float8 multiplies {FLOAT8_ROWS} tokens at a time, and a rank's {tokens} tokens of {where} in "
-            f"{tiles} mlp_tiles are not multiples of {FLOAT8_ROWS}",
-            fix=f"use seq_len = {-(-stage.seq_len // unit) * unit}, other mlp_tiles, or training.float8 = 'none'",
-        )
 
 
 def check_measured_lengths(config: Config, stage: Stage, where: str, cp: int, tp: int) -> None:
@@ -303,24 +279,17 @@ def _check_micro_batches(stage: Stage, where: str, schedule: str, pp: int, unit:
 
 
 def check_dump_folder(folder: str) -> None:
-    """Make the run's folder, and write as much to it as a start does.
+    """Make the run's folder, and write about as much to it as a start does.
 
     Raises:
-        ConfigError: it, or a file in it that each start writes, cannot be made or written.
+        ConfigError: the folder cannot be made or written.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
             file.write(bytes(START_BYTES))
-        for path in (Path(folder, RUN_CONFIG), Path(folder, LOCK_FILE)):
-            if path.exists():
-                path.open("a").close()
-        if (checkpoints := Path(folder, CHECKPOINTS)).exists():
-            checkpoints.mkdir(exist_ok=True)  # raises where it is a file
     except OSError as error:
-        name = Path(error.filename or folder).name
-        blocked = f"{name}: " if name in (RUN_CONFIG, LOCK_FILE, CHECKPOINTS) else ""
         raise ConfigError(
-            f"job.dump_folder = {folder!r} cannot be written: {blocked}{error.strerror}",
+            f"job.dump_folder = {folder!r} cannot be written: {error.strerror}",
             fix="free some space, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
         ) from None

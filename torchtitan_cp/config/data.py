@@ -1,7 +1,6 @@
 """[data], [[data.sources]] and what a stage changes of them, with the checks between their keys."""
 
 import dataclasses
-import math
 import re
 from dataclasses import dataclass, field
 
@@ -242,13 +241,8 @@ def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> No
                 fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
             )
     for dotted, mixture in mixtures.items():
-        if mixture and not 0 < sum(mixture.values()) < math.inf:
-            raise ConfigError(f"{dotted} needs finite numbers that sum to more than zero", fix="give numbers above 0")
-    mixture = own.mixture or data.mixture or dict.fromkeys(known, 1.0)
-    if not any(data.max_epochs.get(name) != 0 for name, weight in mixture.items() if weight):
-        raise ConfigError(
-            f"data.max_epochs is 0 for every source that {where} reads", fix="give one of them a number above 0"
-        )
+        if mixture and not any(mixture.values()):
+            raise ConfigError(f"{dotted} gives every source the weight 0", fix="give one of them a number above 0")
     for length, other in (("short_seq_len", "short_share"), ("growth_from", "growth_steps")):
         tokens, value = getattr(own, length), getattr(own, other)
         if bool(tokens) != bool(value) or tokens >= seq_len:

@@ -58,7 +58,7 @@ class Degrees:
 
 
 def length_unit(cp: int, tp: int) -> int:
-    """What a sequence's tokens must be a multiple of, so that cp x tp ranks can share it; without cp not of 2."""
+    """The number that must divide a sequence's tokens, so that cp x tp ranks can share it."""
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
 
 
@@ -81,17 +81,14 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
         )
     known = math.prod(degree for degree in degrees.values() if degree != -1)
     if ranks % known or (not open_axes and known != ranks):
-        fits = f"start a multiple of {known} ranks" if open_axes else f"start {known} ranks"
-        fix = f"{fits} in the job (on one node: NPROC={known} ./run_train.sh), "
-        fix += "or change a degree" if open_axes else "change a degree, or set one to -1"
-        of_stage = ""
-        if own:  # other stages may need another number
-            of_stage = f" with {' and '.join(f'{name} = {degree}' for name, degree in own.items())} of a stage"
-            fix = "set parallel.dp_shard = -1, or " * (not open_axes) + "change the stage's tp or pp"
+        with_own = " and ".join(f"{name} = {degree}" for name, degree in own.items())
+        with_own = f" with {with_own} of a stage" if own else ""
+        problem = "does not divide them" if open_axes else "are needed"
+        fix = f"change a degree, or start {'a multiple of ' if open_axes else ''}{known} ranks in the job"
+        fix += f" (on one node: NPROC={known} ./run_train.sh)"
         raise ConfigError(
-            f"[parallel]{of_stage} asks for {text} and the job has {ranks} ranks: {known} "
-            + ("does not divide them" if open_axes else "are needed"),
-            fix=fix,
+            f"[parallel]{with_own} asks for {text} and the job has {ranks} ranks: {known} {problem}",
+            fix=fix if open_axes else f"set one degree of [parallel] to -1, which takes what is left, {fix}",
         )
     if open_axes:
         degrees[open_axes[0]] = ranks // known

@@ -18,7 +18,7 @@ def check_head_dim(stages: Sequence[ResolvedStage], head_dim: int) -> None:
     """Refuse scalings that do not fit the model's heads.
 
     Raises:
-        ConfigError: a factor list without one number for each of the D/2 pairs, or ntk on a single pair.
+        ConfigError: a factor list without one number for each of the D/2 pairs.
     """
     for stage in stages:
         where, rope = f"curriculum.stages[{stage.index}].rope", stage.rope
@@ -29,8 +29,6 @@ def check_head_dim(stages: Sequence[ResolvedStage], head_dim: int) -> None:
                     f"{where}.{name} has {len(factors)} numbers, and head_dim = {head_dim} has {head_dim // 2} pairs",
                     fix=f"give {head_dim // 2} numbers, one for each pair; another model's list does not fit",
                 )
-        if rope and rope.kind == "ntk" and head_dim == 2:
-            raise ConfigError(f"{where}.kind = 'ntk' needs more than the one pair of head_dim = 2", fix="use linear")
 
 
 def rope_frequencies(rope: Rope, head_dim: int, seq_len: int) -> tuple[Frequencies, float]:

@@ -113,5 +113,5 @@ def test_a_stop_of_a_rank_that_waits_stops_all(ranks: Callable[[int], RankPool],
 def test_an_error_of_the_rank_that_prepares_is_every_ranks_error(ranks: Callable[[int], RankPool], data: Data) -> None:
     with pytest.raises(RankFailure) as caught:
         ranks(2)(prepare_and_count_listings, replace(data, path=data.path + "/nowhere"))
-    message = f"data.path = '{data.path}/nowhere' does not exist\n  fix: give an existing folder, file or glob"
+    message = f"finds no file at data.path = '{data.path}/nowhere'\n  fix: set data.path to a folder of text files"
     assert str(caught.value).count(message) >= 1

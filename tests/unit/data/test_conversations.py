@@ -179,15 +179,15 @@ def test_an_answer_without_content_needs_a_call_that_is_not_empty(tmp_path: Path
 def test_a_source_without_a_good_row_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read(data_of(tmp_path, [bad for bad, _ in BAD[:4]]))
-    assert "holds 1 file and no document; skipped: 1 x malformed JSON, 2 x no field 'messages'" in str(caught.value)
-    assert "fix: check path, source and messages_field of data: files are UTF-8 text, or rows" in str(caught.value)
+    assert "holds no document in 1 files; skipped: 1 x malformed JSON, 2 x no field 'messages'" in str(caught.value)
+    assert "fix: check path, source and the *_field keys of data: files are UTF-8 text, or rows" in str(caught.value)
     with pytest.raises(DataError) as caught:
         read(data_of(tmp_path, [row("a", "b" * 50)], max_document=20, too_long="drop"))
     assert (
         "no document is left: 0 documents are shorter than data.min_document = 0 tokens; 1 x conversation longer"
         in str(caught.value)
     )
-    assert "fix: lower min_document, or check max_document, too_long and loss_on" in str(caught.value)
+    assert "fix: lower min_document; of conversations, check max_document, too_long and loss_on" in str(caught.value)
 
 
 def test_a_template_whose_turns_cannot_be_found_stops_with_file_and_line(tmp_path: Path) -> None:
@@ -285,19 +285,19 @@ def test_a_conversation_that_is_too_long_is_cut_as_told_and_counted(
 
 
 @pytest.mark.parametrize(
-    ("too_long", "said"),
+    ("too_long", "expected"),
     [
-        ("split", f"; split: 1 x {LONGER}, 2 x {CUT}; skipped: 1 x {NOTHING}"),
-        ("truncate_right", f"; truncate_right: 1 x {LONGER}, 1 x {CUT}; skipped: 1 x {NOTHING}"),
-        ("drop", f"; skipped: 1 x {LONGER}, 1 x {NOTHING}"),
+        ("split", f"; left out or cut: 1 x {LONGER}, 2 x {CUT}, 1 x {NOTHING}"),
+        ("truncate_right", f"; left out or cut: 1 x {LONGER}, 1 x {CUT}, 1 x {NOTHING}"),
+        ("drop", f"; left out or cut: 1 x {LONGER}, 1 x {NOTHING}"),
     ],
 )
-def test_what_is_cut_is_not_said_to_be_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, too_long: str, said: str
+def test_what_is_cut_or_left_out_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, too_long: str, expected: str
 ) -> None:
     caplog.set_level("INFO")
     prepare(data_of(tmp_path, [row("a"), row("", ""), LONG], max_document=23, too_long=too_long), BYTES)
-    assert any(record.getMessage().endswith(said) for record in caplog.records)
+    assert any(record.getMessage().endswith(expected) for record in caplog.records)
 
 
 def test_rows_and_parts_with_nothing_to_learn_are_counted_together(tmp_path: Path) -> None:

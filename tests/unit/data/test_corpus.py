@@ -73,12 +73,13 @@ def test_a_pipe_in_the_corpus_is_no_file(tmp_path: Path) -> None:
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
     message = refuse(text_data(tmp_path / "nowhere"))
-    assert f"data.path = '{tmp_path / 'nowhere'}' does not exist" in message
-    assert "fix: give an existing folder, file or glob" in message
+    assert f"finds no file at data.path = '{tmp_path / 'nowhere'}'" in message
+    assert "fix: set data.path to a folder of text files, or a glob" in message
 
 
 def test_a_source_that_needs_a_path_says_so() -> None:
-    assert "data.source = 'jsonl' needs data.path\n  fix: set data.path" in refuse(Data(source="jsonl"))
+    message = refuse(Data(source="jsonl"))
+    assert "data.source = 'jsonl' finds no file at data.path = ''\n  fix: set data.path to *.jsonl" in message
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_a_source_that_needs_a_path_says_so() -> None:
 def test_a_path_that_leads_to_no_file_is_named(tmp_path: Path, source: str, path: str, fix: str) -> None:
     data = Data(source=source, path=str(tmp_path / path))
     message = refuse(data)
-    assert f"data.source = '{source}' finds no file at {data.path}" in message
+    assert f"data.source = '{source}' finds no file at data.path = '{data.path}'" in message
     assert fix in message
 
 
@@ -112,8 +113,8 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
 def test_a_corpus_without_a_document_says_what_was_skipped(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.txt": b"\xff", "b.txt": ""})
     message = refuse(text_data(tmp_path))
-    assert f"the corpus at {tmp_path} holds 2 files and no document; skipped: 1 x not UTF-8" in message
-    assert "fix: check path, source and text_field of data" in message
+    assert f"the corpus at {tmp_path} holds no document in 2 files; skipped: 1 x not UTF-8" in message
+    assert "fix: check path, source and the *_field keys of data" in message
 
 
 def test_a_file_that_is_not_utf8_is_counted_named_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -156,9 +156,9 @@ def test_the_whole_fraction_counts_documents_that_lie_in_one_sequence(make: Any,
     first = index * packed.window_sequences
     spans = [span for at in range(packed.window_sequences) for span in packed.sequence(first + at).spans]
     lengths = packed.stream.store.document_lengths
-    rows = packed.stream.spans(packed.first_token + first * packed.seq_len, packed.window_sequences * packed.seq_len)
+    begins = sum(span.start == 0 for span in spans)
     whole = sum(span.start == 0 and span.stop == lengths[span.document] for span in spans)
-    assert packed.whole_fraction(index) == whole / len(rows)
+    assert packed.whole_fraction(index) == whole / max(1, begins)
 
 
 def test_the_whole_fraction_of_known_text() -> None:

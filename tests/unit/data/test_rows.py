@@ -128,7 +128,7 @@ def test_what_is_no_list_of_token_ids_is_counted_and_named(tmp_path: Path, caplo
     write_files(tmp_path / "none", {"a.jsonl": '{"ids": "text"}'})
     with pytest.raises(DataError) as caught:
         read(rows_data("jsonl", tmp_path / "none", token_field="ids"))
-    assert "check path, source and token_field of" in str(caught.value.fix)
+    assert "check path, source and the *_field keys of" in str(caught.value.fix)
 
 
 def test_token_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
@@ -180,7 +180,9 @@ def test_a_dataset_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert f"data: the dataset '{tmp_path}/files' cannot be read after 0 rows: " in message
     assert "fix: give a folder, or a name this machine can reach, and a subset and split of it" in message
     assert "the dataset 'no/such-dataset' cannot be read" in refuse(rows_data("huggingface", "no/such-dataset"))
-    assert "needs data.path\n  fix: set data.path to a dataset's name" in refuse(rows_data("huggingface", ""))
+    assert "finds no file at data.path = ''\n  fix: set data.path to a dataset's name" in refuse(
+        rows_data("huggingface", "")
+    )
 
 
 @pytest.mark.usefixtures("offline_datasets")

@@ -12,7 +12,7 @@ from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.data.batches.mixture import UNLIMITED, Mixture, samples_within
 from torchtitan_cp.data.batches.stream import TokenStream
-from torchtitan_cp.data.batches.windows import DOCUMENT, OFFSET, PACKINGS, START, STOP, Window
+from torchtitan_cp.data.batches.windows import OFFSET, PACKINGS, Window
 from torchtitan_cp.data.corpus.store import TokenStore
 from torchtitan_cp.data.errors import DataError
 
@@ -83,7 +83,7 @@ class PackedStream:
     """A stage's sequences from one source, by number. Each depends only on the arguments and its number.
 
     It caches the last two packed windows, because sequences are read mostly in order. Memory is 32 bytes for each span
-    in two windows.
+    in these.
 
     Args:
         stream: the source's text.
@@ -136,16 +136,17 @@ class PackedStream:
         return self.first_token + self.seq_len * max(count, min(sequences, self.samples))
 
     def whole_fraction(self, window: int) -> float:
-        """Fraction of a window's documents that lie whole in one sequence."""
-        rows, packed = self._window(window * self.window_sequences)
-        ends = self.stream.store.document_lengths[packed.spans[:, DOCUMENT]]
-        return int(((packed.spans[:, START] == 0) & (packed.spans[:, STOP] == ends)).sum()) / len(rows)
+        """Fraction of the documents that begin in a window that lie whole in one sequence."""
+        document, start, stop, _ = self._window(window * self.window_sequences).spans.T
+        begins = start == 0
+        whole = begins & (stop == self.stream.store.document_lengths[document])
+        return int(whole.sum()) / max(1, int(begins.sum()))
 
     def cuts(self) -> tuple[int, int, int]:
         """In the whole stage: conversations, those that are cut, and cuts between two learned tokens."""
         store, counts = self.stream.store, np.zeros(3, dtype=np.int64)
         for begin in range(0, self.samples, self.window_sequences):
-            document, start, stop, _ = self._window(begin)[1].spans.T
+            document, start, stop, _ = self._window(begin).spans.T
             cut, first = stop < store.document_lengths[document], start == 0
             ends = zip(document[cut].tolist(), stop[cut].tolist(), strict=True)
             inside = [bool(np.all(store.read_mask(at, end - 1, end + 1))) for at, end in ends]
@@ -157,14 +158,14 @@ class PackedStream:
         """(document, start, stop) of each span of a sequence, in order."""
         assert number < self.samples + self.replacements, "the stage has no such sequence"
         place = number % self.window_sequences if number < self.samples else 0
-        _, window = self._window(number - place)
+        window = self._window(number - place)
         return window.spans[window.first[place] : window.first[place + 1], :OFFSET].tolist()
 
-    def _make_window(self, first: int) -> tuple[np.ndarray, Window]:
-        """The text of the window that begins with sequence `first` as (document, start, stop), and the same packed."""
+    def _make_window(self, first: int) -> Window:
+        """The packed window that begins with sequence `first`."""
         count = min(self.window_sequences, self.samples - first) if first < self.samples else 1
         rows = self.stream.spans(self.first_token + first * self.seq_len, count * self.seq_len)
-        return rows, PACKINGS[self.data.packing](rows, self.seq_len)
+        return PACKINGS[self.data.packing](rows, self.seq_len)
 
 
 def _read(store: TokenStore, spans: Sequence[Sequence[int]]) -> np.ndarray:

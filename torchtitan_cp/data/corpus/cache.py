@@ -105,10 +105,9 @@ def _open_source(name: str, folder: Path, separator: int) -> PreparedSource:
         unigram_counts = np.load(folder / UNIGRAM_FILE)
     statistics = SourceStatistics.from_json(values)
     train, held_out = statistics.train, statistics.validation
-    left_out = statistics.left_out(manifest["settings"]["data"].get("too_long", "drop"))
     logger.info(
         f"{name}: {train.documents} documents and {train.tokens} tokens to train on, {held_out.documents} and "
-        f"{held_out.tokens} held out, in {folder}{left_out}"
+        f"{held_out.tokens} held out, in {folder}{statistics.left_out()}"
     )
     if separator >= 0:
         unigram_counts[separator] += np.count_nonzero(stores[0].document_lengths)
@@ -165,12 +164,7 @@ class CacheBuilder:
                 if not model.exists():
                     logger.info("training a tokenizer of %d pieces on the corpus", self.settings.vocab_size)
                     train_sentencepiece(self._training_texts(corpora), self.settings.vocab_size, model)
-        try:
-            return load_tokenizer(dataclasses.replace(self.settings, path=str(model)))
-        except DataError as error:
-            raise DataError(
-                f"the trained tokenizer {model} is damaged", fix="delete it: it is trained again"
-            ) from error
+        return load_tokenizer(dataclasses.replace(self.settings, path=str(model)))
 
     def _training_texts(self, corpora: Collection[Corpus]) -> Iterator[str]:
         """The text of every document that is not held out. It logs no skipped record: the tokenizing pass does."""
@@ -196,13 +190,16 @@ class CacheBuilder:
         with self._lock():
             if not _damage_of(folder):
                 return folder
-            _log_reason(folder, name, corpus, settings)
+            if folder.exists():
+                message = "the prepared corpus in %s is damaged (%s); it is made again"
+                logger.warning(message, folder, _damage_of(folder))
+            megabytes = corpus.size_bytes / 1e6
+            logger.info("preparing %s: %d files, %.2f MB, in %s", name, len(corpus.files), megabytes, folder)
             _remove_stale(partial, settings)
             try:
                 partial.mkdir(exist_ok=True)
                 made = Tokenization(corpus, tokenizer, partial, settings, self.stop_requested).run()
-                inputs = {"corpus_fingerprint": corpus.fingerprint, "tokenizer_fingerprint": tokenizer.fingerprint}
-                manifest = {"format_version": FORMAT_VERSION, "settings": settings, **inputs, **made}
+                manifest = {"format_version": FORMAT_VERSION, "settings": settings, **made}
                 write_json(partial / MANIFEST_FILE, manifest)
                 if _damage_of(folder):  # on NFS the finished folder of another node may appear late
                     shutil.rmtree(folder, ignore_errors=True)
@@ -255,18 +252,3 @@ def _remove_stale(partial: Path, settings: dict[str, Any]) -> None:
         journal = read_journal(other)
         if journal is None or (journal["settings"] == settings and other != partial):
             shutil.rmtree(other)
-
-
-def _log_reason(folder: Path, name: str, corpus: Corpus, settings: dict[str, Any]) -> None:
-    """Log what is built, and why if the folder is damaged or an input changed since a build with the same settings."""
-    if folder.exists():
-        logger.warning("the prepared corpus in %s is damaged (%s); it is made again", folder, _damage_of(folder))
-    for path in folder.parent.glob(f"*/{MANIFEST_FILE}"):
-        earlier = read_json(path)
-        if path.parent != folder and earlier and earlier["settings"] == settings:
-            what = "tokenizer" if earlier["corpus_fingerprint"] == corpus.fingerprint else "corpus"
-            message = "the %s changed since %s was made; the tokens are made again (that folder is no longer needed)"
-            logger.warning(message, what, path.parent)
-            break
-    files = f"{len(corpus.files)} file{'s' * (len(corpus.files) != 1)}"
-    logger.info("preparing %s: %s, %.2f MB, in %s", name, files, corpus.size_bytes / 1e6, folder)

@@ -12,7 +12,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress
 
 from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.data.corpus.chat import ChatTemplate, read_conversation
@@ -105,14 +105,11 @@ class Corpus:
                 document.held_out |= whole and document.key == held_out_key
                 yield document
         if empty:
-            keys = ("messages_field", "prompt_field", "token_field")
-            field = next((name for name in keys if getattr(self.source, name)), "text_field")
             summary = f"; skipped: {skipped.summary()}" if skipped.counts else ""
-            files = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
             raise DataError(
-                f"the corpus at {location(self.source)} holds {files} and no document{summary}",
-                fix=f"check path, source and {field} of {self.source.where}: files are UTF-8 text, or rows with "
-                "that field",
+                f"the corpus at {location(self.source)} holds no document in {len(self.files)} files{summary}",
+                fix=f"check path, source and the *_field keys of {self.source.where}: files are UTF-8 text, or rows "
+                "with these fields",
             )
 
     @contextmanager
@@ -126,8 +123,7 @@ class Corpus:
             a function to call with the bytes that are done, counted from the corpus's beginning.
         """
         console = Console(stderr=True)
-        columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-        bar = Progress(TextColumn(title), *columns, console=console, disable=not console.is_terminal)
+        bar = Progress(console=console, disable=not console.is_terminal)
         task = bar.add_task(title, total=self.size_bytes or None)
         total = f" of {self.size_bytes / 1e6:.0f}" if self.size_bytes else ""
         next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS

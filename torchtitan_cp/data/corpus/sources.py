@@ -36,24 +36,19 @@ class Source:
 
 
 def find_files(source: SourceKeys) -> Iterator[SourceFile]:
-    """The corpus's files, found as they are asked for.
+    """The files of the corpus, one after the other.
 
     Raises:
-        DataError: the path is missing or leads to no file, or an extra is missing.
+        DataError: the path leads to no file, or an extra is missing.
     """
-    found, kind = False, SOURCES[source.source]
-    if not source.path and not source.source.startswith("python-"):
-        raise DataError(
-            f"{source.where}.source = {source.source!r} needs {source.where}.path",
-            fix=f"set {source.where}.path to {kind.expects}",
-        )
-    for file in kind.find(source):
+    found, kind, where = False, SOURCES[source.source], location(source)
+    for file in kind.find(source) if where else ():
         found = True
         yield file
     if not found:
         raise DataError(
-            f"{source.where}.source = {source.source!r} finds no file at {location(source)}",
-            fix=f"point {source.where}.path at {kind.expects}",
+            f"{source.where}.source = {source.source!r} finds no file at {source.where}.path = {where!r}",
+            fix=f"set {source.where}.path to {kind.expects}",
         )
 
 
@@ -78,10 +73,6 @@ def _find_at_path(source: SourceKeys, suffixes: tuple[str, ...]) -> Iterator[Sou
         matches = {Path(match) for match in glob.iglob(path, recursive=True)}
         for match in sorted(matches, key=lambda match: (match.parent.as_posix(), match.name)):
             yield from _regular(match, root)
-    else:
-        raise DataError(
-            f"{source.where}.path = {source.path!r} does not exist", fix="give an existing folder, file or glob"
-        )
 
 
 def _find_parquet(source: SourceKeys) -> Iterator[SourceFile]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 TABLE_COLUMNS = 140
-# Of conversations. The first two are of such as are cut, if too_long is not `drop`.
+# Kinds of conversations that are counted, beside those that cannot be read.
 CONVERSATION_COUNTS = ("conversation longer than max_document", "cut in a turn that is learned", "nothing to learn")
 LONG_TOKENS = {"4K": 4096, "32K": 32768, "128K": 131072}
 
@@ -39,12 +39,12 @@ class LengthStatistics:
     def of(cls, lengths: np.ndarray) -> "LengthStatistics":
         """The statistics of lengths `[documents]` int64."""
         tokens = int(lengths.sum())
-        known = lengths if len(lengths) else np.zeros(1, dtype=np.int64)
-        p50, p90, p99 = (int(length) for length in np.percentile(known, (50, 90, 99), method="inverted_cdf"))
+        measured = lengths if len(lengths) else np.zeros(1, dtype=np.int64)
+        p50, p90, p99 = (int(length) for length in np.percentile(measured, (50, 90, 99), method="inverted_cdf"))
         long_fraction = {
             name: float(lengths[lengths >= least].sum() / max(1, tokens)) for name, least in LONG_TOKENS.items()
         }
-        return cls(len(lengths), tokens, float(known.mean()), p50, p90, p99, int(known.max()), long_fraction)
+        return cls(len(lengths), tokens, float(measured.mean()), p50, p90, p99, int(measured.max()), long_fraction)
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,13 @@ class SourceStatistics:
         train, validation, *counts = values.values()
         return cls(LengthStatistics(**train), LengthStatistics(**validation), *counts)
 
-    def left_out(self, too_long: str) -> str:
-        """What of the corpus is cut or not in the tokens, e.g. `; split: 2 x ...; skipped: 1 x ...`; else empty."""
-        cut = "skipped" if too_long == "drop" else too_long
-        clauses: dict[str, list[str]] = {cut: [], "skipped": []}
-        for kind, count in sorted(self.skipped_records.items()):
-            clauses[cut if kind in CONVERSATION_COUNTS[:2] else "skipped"].append(f"{count} x {kind}")
+    def left_out(self) -> str:
+        """What of the corpus is left out or cut, e.g. `; left out or cut: 7 x malformed JSON`; empty if nothing is."""
+        counts = dict(sorted(self.skipped_records.items()))
         if self.left_out_documents:
-            short = f"{self.left_out_documents} x shorter than min_document ({self.left_out_tokens} tokens)"
-            clauses["skipped"].append(short)
-        return "".join(f"; {what}: {', '.join(parts)}" for what, parts in clauses.items() if parts)
+            counts[f"shorter than min_document ({self.left_out_tokens} tokens)"] = self.left_out_documents
+        parts = ", ".join(f"{count} x {kind}" for kind, count in counts.items())
+        return f"; left out or cut: {parts}" if parts else ""
 
 
 def statistics_table(sources: Mapping[str, SourceStatistics]) -> str:

@@ -22,12 +22,11 @@ from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.store import read_json, replace_file
 from torchtitan_cp.data.errors import DataError
 
-END_NAME = "</s>"  # where no file says another
-# Of a document, before those of a turn. Source: the tokenizer.json of released checkpoints.
-END_NAMES = (
-    *(END_NAME, "<eos>", "<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<EOS_TOKEN>"),
-    *("<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>"),
-)
+END_NAME = "</s>"  # unless a file names another
+DEEPSEEK_END_NAME = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+TURN_END_NAMES = ("<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>")
+# The first of these that a tokenizer has ends a document. Source: the tokenizer.json of released checkpoints.
+END_NAMES = (END_NAME, "<eos>", "<|endoftext|>", "<|end_of_text|>", DEEPSEEK_END_NAME, "<EOS_TOKEN>", *TURN_END_NAMES)
 SPACE_MARK = "\u2581"
 NO_PREFIX = b"\x1a\x02\x18\x00"  # after a SentencePiece model: normalizer_spec { add_dummy_prefix: false }, in protobuf
 SAMPLE_CHARACTERS = 32 << 20
@@ -67,8 +66,6 @@ class SentencePieceTokenizer:
             self.vocab_size: int = self._processor.vocab_size()
         except (RuntimeError, OSError) as error:
             raise _not_a_model(path, "a SentencePiece model", error) from error
-        if not self.vocab_size:
-            raise _not_a_model(path, "a SentencePiece model", "it is empty")
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
             raise DataError(
@@ -376,9 +373,9 @@ def _explain(message: str, vocab_size: int) -> DataError:
             f"tokenizer.vocab_size = {vocab_size} is less than the number of characters in the corpus",
             fix=f"set tokenizer.vocab_size to {int(least[1]) + 1} or more",
         )
-    if "sentences_.empty()" in message:
-        return DataError("the corpus holds only whitespace: no tokenizer can be trained on it", fix="check data.path")
-    return DataError(f"SentencePiece could not train a tokenizer: {message}", fix="give a model with tokenizer.path")
+    return DataError(
+        f"SentencePiece could not train a tokenizer: {message}", fix="check data.path, or set tokenizer.path"
+    )
 
 
 def sample_lines(texts: Iterable[str], most_characters: int) -> list[str]:
