@@ -44,10 +44,11 @@ class ChatTemplate:
 
         Args:
             tools: that the assistant may call, a list of JSON schemas.
-            add_generation_prompt: it ends where the assistant's turn begins.
+            add_generation_prompt: the text ends where the assistant's turn begins.
 
         Raises:
             BadRecordError: the template refuses or cannot write them.
+            DataError: the template is not valid Jinja.
         """
         return self._render(messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
@@ -55,85 +56,93 @@ class ChatTemplate:
         utils = import_extra("transformers.utils.chat_template_utils", extra="hub", needed_by="a chat template")
         settings |= {"chat_template": self.source, **self.variables}
         try:
-            # The template that is rendered, from transformers' cache; it takes no function as a variable.
+            # render_jinja_template takes no function as a variable, but gets the template from the same cache.
             utils._compile_jinja_template(self.source).globals["strftime_now"] = TODAY.strftime
             [text], marks = utils.render_jinja_template([list(messages)], tools=tools or None, **settings)
-        except Exception as error:  # a template raises what its author made it
+        except Exception as error:  # a template raises whatever its author chose
+            if type(error).__name__ == "TemplateSyntaxError":
+                raise DataError(f"the chat template is not valid Jinja: {error}", fix="correct it") from error
             raise BadRecordError("template error", f"{type(error).__name__}: {error}") from error
         return text, marks[0] if marks else []
 
     def render_with_mask(self, messages: Messages, tools: Any = None, loss_on: str = "assistant") -> tuple[str, Ranges]:
         """The text of messages and what of it is learned.
 
-        A turn is found by the template's `{% generation %}` marks. Without them it reaches from the end of the
-        messages before it, with the generation prompt, to the end of the messages with it.
+        The template's `{% generation %}` marks say what an answer is. Without them a message reaches from the end of
+        the messages before it, with the generation prompt, to the end of the messages with it.
 
         Args:
-            messages: checked; a turn with `weight` 0 or `train` false is not learned. Null is as no key.
+            messages: checked; one with `weight` 0 or `train` false is not learned. Null is as no key.
             loss_on: `assistant`, `last_assistant` or `all`.
 
         Raises:
             BadRecordError: as render.
-            DataError: turns cannot be found, as the template changes a message when others follow it, or begins a turn
-                otherwise than its generation prompt.
+            DataError: as _find_message.
         """
         marked = GENERATION_MARK.search(self.source) is not None
-        text, ranges = self._render(messages, tools, return_assistant_tokens_mask=marked)
+        text, marks = self._render(messages, tools, return_assistant_tokens_mask=marked)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        turns = {"assistant": answers, "last_assistant": answers[-1:], "all": range(len(messages))}[loss_on]
-        learned = [i for i in turns if messages[i].get("weight") != 0 and messages[i].get("train") is not False]
-
-        def span(index: int, prompts: bool) -> tuple[int, int]:
-            before = self.render(messages[:index], tools, add_generation_prompt=prompts) if index else ""
-            through = self.render(messages[: index + 1], tools) if index + 1 < len(messages) else text
-            if prompts and not index:  # many templates refuse to write no message: the prompt is that of another turn
-                prompt = self.render(messages[:1], tools, add_generation_prompt=True).removeprefix(through)
-                before = through.partition(prompt)[0] + prompt if prompt else ""
-            if text.startswith(through) and through.startswith(before):
-                return len(before), len(through)
-            ends, earlier = text.startswith(through), self.render(messages[:index], tools) if index else ""
-            begins = through.startswith(earlier)
-            number, other = index + (begins or not ends), ""
-            message = f"message {number} ({messages[number - 1]['role']})"
-            problem = f"changes {message} when others follow it"
-            if ends and begins:
-                problem = f"begins {message} otherwise than its generation prompt, which ends in {before[-30:]!r}"
-            elif index in answers[:-1]:
-                other = "; or set loss_on = 'last_assistant'"
-            raise DataError(
-                f"the chat template {problem}, so what is learned cannot be found in the text",
-                fix=f"remove weight and train from messages, with loss_on = '{'assistant' if marked else 'all'}'"
-                if marked or loss_on == "all"
-                else "put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the "
-                f"template, and give it as chat_template{other}",
-            )
-
-        def marks_through(index: int) -> int:
-            return len(self._render(messages[: index + 1], tools, return_assistant_tokens_mask=True)[1])
-
+        chosen = {"assistant": answers, "last_assistant": answers[-1:], "all": range(len(messages))}[loss_on]
+        learned = [i for i in chosen if messages[i].get("weight") != 0 and messages[i].get("train") is not False]
         if loss_on == "all" and len(learned) == len(messages):
             ranges = [(0, len(text))]
         elif loss_on == "all" or not marked:
-            ranges = [span(index, loss_on != "all") for index in learned]
-        elif learned != answers and [*map(marks_through, answers)] == [*range(1, len(ranges) + 1)]:
-            ranges = [mark for index, mark in zip(answers, ranges, strict=True) if index in learned]
-        elif learned != answers:  # a message may have several marks, or share one
-            spans = [span(index, False) for index in learned]
-            ranges = [(max(start, a), min(stop, b)) for start, stop in spans for a, b in ranges]
+            ranges = [self._find_message(text, messages, index, tools, loss_on != "all") for index in learned]
+        elif learned == answers:
+            ranges = marks
+        elif self._has_one_mark_each(messages, answers, tools, len(marks)):
+            ranges = [mark for index, mark in zip(answers, marks, strict=True) if index in learned]
+        else:  # a message has several marks, or shares one: those within it are its own
+            spans = [self._find_message(text, messages, index, tools, False) for index in learned]
+            ranges = [(max(start, first), min(stop, last)) for start, stop in spans for first, last in marks]
         return text, [(start, stop) for start, stop in ranges if start < stop]
 
-    def teaches_to_end(self, loss_on: str) -> bool:
-        """Whether something behind the text of an answer is learned too, as the token that ends a turn should be.
+    def _has_one_mark_each(self, messages: Messages, answers: list[int], tools: Any, marks: int) -> bool:
+        """Whether each answer adds one of the text's marks."""
+        found = [
+            len(self._render(messages[: index + 1], tools, return_assistant_tokens_mask=True)[1]) for index in answers
+        ]
+        return found == list(range(1, marks + 1))
 
-        A template that takes neither a last answer nor one before a question is given the benefit of the doubt.
+    def _find_message(
+        self, text: str, messages: Messages, index: int, tools: Any, after_prompt: bool
+    ) -> tuple[int, int]:
+        """Where message `index` lies in the text of all messages, as (start, stop).
+
+        Args:
+            after_prompt: it begins after the generation prompt.
+
+        Raises:
+            DataError: the template writes the messages up to this one differently where others follow.
+        """
+        before = self.render(messages[:index], tools, add_generation_prompt=after_prompt) if index else ""
+        through = self.render(messages[: index + 1], tools) if index + 1 < len(messages) else text
+        if after_prompt and not index:  # many templates refuse to write no message: the prompt is that of another turn
+            prompt = self.render(messages[:1], tools, add_generation_prompt=True).removeprefix(through)
+            before = through.partition(prompt)[0] + prompt if prompt else ""
+        if text.startswith(through) and through.startswith(before):
+            return len(before), len(through)
+        raise DataError(
+            f"message {index + 1} ({messages[index]['role']}) cannot be found in the conversation: the chat template "
+            "writes it, or the messages and the generation prompt before it, differently when others follow",
+            fix="put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the template, "
+            "and give it as chat_template; or set loss_on = 'last_assistant'"
+            if after_prompt
+            else "remove weight and train from messages",
+        )
+
+    def teaches_to_end(self, loss_on: str) -> bool:
+        """Whether something after the text of an answer is learned too, as the token that ends a turn should be.
+
+        True if the template writes neither of the two conversations that it is tried on.
         """
         answer, found = "ANSWERPLACE", list[bool]()
         for turns in (("user", "assistant", "user"), ("user", "assistant")):
             messages = [{"role": role, "content": answer if role == "assistant" else role} for role in turns]
             with suppress(BadRecordError, DataError):
                 text, ranges = self.render_with_mask(messages, loss_on=loss_on)
-                behind = text.find(answer) + len(answer)
-                found.append(any(text[max(start, behind) : stop].strip() for start, stop in ranges))
+                end = text.find(answer) + len(answer)
+                found.append(any(text[max(start, end) : stop].strip() for start, stop in ranges))
         return any(found) or not found
 
 
@@ -146,22 +155,35 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     row = row if source.source == "jsonl" else without_none(row)
     messages: Any = row.get(source.messages_field or "messages")
     if source.prompt_field:
-        pair = (row.get(source.prompt_field), "user"), (row.get(source.completion_field), "assistant")
-        messages = [m for x, role in pair for m in (x if isinstance(x, list) else [{"role": role, "content": x}])]
+        messages = []
+        for role, field_name in (("user", source.prompt_field), ("assistant", source.completion_field)):
+            content = row.get(field_name)
+            messages += content if isinstance(content, list) else [{"role": role, "content": content}]
     check_messages(messages)
     text, learned = template.render_with_mask(messages, _read_tools(row.get("tools")), source.loss_on)
+    if len(text) >= MAX_CHARACTERS:
+        raise BadRecordError("conversation of 10 MB or more", f"{len(text)} characters")
     if re.search("[\ud800-\udfff]", text):
         raise BadRecordError("a lone surrogate")
-    for role in ("user", "assistant"):
-        spoken = [m for m in messages if m["role"] == role and not (m.get("tool_calls") or m.get("function_call"))]
-        # Behind a thought, which some templates leave out; they may also change the first word or the last.
-        texts = [x for m in spoken if isinstance(x := m.get("content"), str)]
-        behind = [words for x in texts if (words := x.rpartition(">")[2].split())]
-        if behind and not any(words[0] in text or words[-1] in text for words in behind):
-            raise BadRecordError("content that the template does not write", f"of the {role}: {behind[0][-1]!r:.80}")
+    _check_content_is_written(messages, text)
     if not learned:
         raise BadRecordError("nothing to learn")
     return text, learned
+
+
+def _check_content_is_written(messages: Messages, text: str) -> None:
+    """Refuse a text without any of the user's words, or of the assistant's: the template reads other keys."""
+    for role in ("user", "assistant"):
+        contents = [
+            message.get("content")
+            for message in messages
+            if message["role"] == role and not (message.get("tool_calls") or message.get("function_call"))
+        ]
+        # Some templates leave out a thought before the words, or change the first word or the last.
+        spoken = [content.rpartition(">")[2].split() for content in contents if isinstance(content, str)]
+        written = [words[0] in text or words[-1] in text for words in spoken if words]
+        if written and not any(written):
+            raise BadRecordError("content that the template does not write", f"of the {role}")
 
 
 def _read_tools(tools: Any) -> list[Any] | None:
@@ -187,25 +209,28 @@ def check_messages(messages: Any) -> None:
     """
     if not isinstance(messages, list) or not messages:
         raise BadRecordError("no messages", f"{messages!r:.80}")
-    characters = 0
     for number, message in enumerate(messages, start=1):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else ("", None)
-        problem, text = "", "" if content is None else content
-        parts: list[Any] = text if isinstance(text, list) else [{"text": text}]
-        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-        others = message.keys() - {"role", "content", "weight", "train", "name"} if role == "assistant" else ()
-        if role not in ROLES:
-            problem = "unknown role" if isinstance(message, dict) and "role" in message else "message without a role"
-        elif len(texts) < len(parts) or (content is None and not any(message[name] for name in others)):
+        problem, hint = "", ""
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            has_role = isinstance(message, dict) and "role" in message
+            problem = "unknown role" if has_role else "message without a role"
+            hint = f"; roles are {', '.join(ROLES)}"
+        elif not _is_content(message):
             problem = "content of a wrong type"
         elif message.get("weight") not in (None, 0, 1) or not isinstance(message.get("train"), bool | None):
             problem = "weight that is neither 0 nor 1"
         if problem:
-            roles = f"; roles are {', '.join(ROLES)}" * ("role" in problem)
-            raise BadRecordError(problem, f"message {number}: {message!r:.80}{roles}")
-        characters += sum(map(len, texts))
-    if characters >= MAX_CHARACTERS:
-        raise BadRecordError("conversation of 10 MB or more", f"{characters} characters")
+            raise BadRecordError(problem, f"message {number}: {message!r:.80}{hint}")
+
+
+def _is_content(message: Mapping[str, Any]) -> bool:
+    """Whether the message has a text, a list of parts with texts, or, of an assistant, a call instead."""
+    content = message.get("content")
+    if content is None:
+        calls = message.keys() - {"role", "content", "weight", "train", "name"}
+        return message["role"] == "assistant" and any(message[name] for name in calls)
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
 
 
 def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Path | None) -> ChatTemplate | None:
@@ -222,8 +247,8 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
     Raises:
         DataError: the source holds conversations, and there is none, or it cannot be read.
     """
-    own = Path(os.path.expanduser(tokenizer.path)).parent if tokenizer.path else None
-    folders = [folder for folder in (own, start) if folder]
+    tokenizer_folder = Path(os.path.expanduser(tokenizer.path)).parent if tokenizer.path else None
+    folders = [folder for folder in (tokenizer_folder, start) if folder]
     configs = [read_json(folder / CONFIG_FILE) or {} for folder in folders]
     text: Any = None
     problem = "there is no chat template"
@@ -246,15 +271,11 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
             fix=f"set {source.where}.chat_template to a file with a Jinja template, or put {TEMPLATE_FILE} or "
             f"{CONFIG_FILE} beside the tokenizer",
         )
-    known = next(filter(None, configs), {}).items()
-    tokens = {name: x.get("content") if isinstance(x, dict) else x for name, x in known if "_token" in name}
-    if not tokens.get("eos_token"):
-        tokens["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAME
-    template = ChatTemplate(text, {name: token for name, token in tokens.items() if isinstance(token, str)})
-    try:
-        template.render([{"role": "user", "content": "?"}])
-    except BadRecordError as error:
-        if source.conversations and "TemplateSyntaxError" in str(error):
-            problem = f"the chat template is not valid Jinja: {error.args[-1]}"
-            raise DataError(problem, fix=f"correct it, or set {source.where}.chat_template to another file") from None
-    return template
+    variables = {}
+    for name, token in next(filter(None, configs), {}).items():
+        token = token.get("content") if isinstance(token, dict) else token
+        if "_token" in name and isinstance(token, str):
+            variables[name] = token
+    if not variables.get("eos_token"):
+        variables["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAME
+    return ChatTemplate(text, variables)
