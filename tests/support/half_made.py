@@ -10,7 +10,7 @@ import pytest
 from tests.support.texts import write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus import tokenization
+from torchtitan_cp.data.corpus import store, tokenization
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.records import Document
 from torchtitan_cp.data.corpus.store import append_documents
@@ -25,12 +25,13 @@ def shrink() -> None:
     """Batches, commits and shards as small as the corpus."""
     tokenization.BATCH_CHARACTERS = tokenization.CHAT_BATCH_CHARACTERS = 100
     tokenization.COMMIT_TOKENS = COMMIT_TOKENS
-    tokenization.append_documents = partial(append_documents, shard_bytes=3000)
+    store.append_documents = partial(append_documents, shard_bytes=3000)
 
 
 def shrink_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in this process, for one test."""
-    for name in ("BATCH_CHARACTERS", "CHAT_BATCH_CHARACTERS", "COMMIT_TOKENS", "append_documents"):
+    monkeypatch.setattr(store, "append_documents", append_documents)
+    for name in ("BATCH_CHARACTERS", "CHAT_BATCH_CHARACTERS", "COMMIT_TOKENS"):
         monkeypatch.setattr(tokenization, name, getattr(tokenization, name))
     shrink()
 

@@ -23,9 +23,10 @@ def key(
     """A key with the values it takes. The bounds of a list or table hold for each entry; every number is finite.
 
     Args:
-        least, most: bounds that are allowed themselves; below: one that is not.
-        excluded: a number between them that is not allowed.
-        read_by: the kinds (of a source, of a RoPE) that read the key, if not all do.
+        least, most: inclusive bounds.
+        below: an exclusive upper bound.
+        excluded: a number within the bounds that is not allowed.
+        read_by: the kinds (of a source, of a RoPE) that read the key; empty: all do.
     """
     bounds = {"least": least, "most": most, "below": below, "excluded": excluded}
     metadata = {"choices": choices, "read_by": read_by, **bounds}
@@ -34,7 +35,7 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-# Of each bound: whether a value keeps it, what is wrong with one that does not, and the fix.
+# For each bound: the comparison that must hold, what is wrong with a value where it does not, and the fix.
 BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str, str]] = {
     "least": (operator.ge, "is too small", "use at least {:g}"),
     "most": (operator.le, "is too large", "use at most {:g}"),
@@ -47,7 +48,7 @@ def check_range(value: Any, metadata: Mapping[str, Any], where: str) -> None:
     """Refuse a value of the file outside the choices or bounds of its key.
 
     Args:
-        metadata: of the key's field.
+        metadata: what `key` has stored in the field.
         where: file and dotted key.
     """
     entries = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
@@ -64,10 +65,10 @@ def check_range(value: Any, metadata: Mapping[str, Any], where: str) -> None:
 
 
 def check_read_keys(section: Any, selector: str, where: str) -> None:
-    """Refuse a key that the chosen kind does not read, as it would be dropped silently.
+    """Refuse a key that the chosen kind would silently ignore.
 
     Args:
-        section: whose keys say which kinds read them.
+        section: its fields say which kinds read them.
         selector: name of the key that chooses the kind.
         where: the dotted key of `section`.
     """

@@ -19,7 +19,7 @@ from torchtitan_cp.config.key import check_range
 from torchtitan_cp.config.sections import Config, Rope
 
 OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:[.\[][\w.\[\]-]*)?)=(.*)", re.DOTALL)
-# What a value must be, and how to write one.
+# For each type of a key: what the value must be, and how to write one.
 TOML_TYPES = {
     int: ("an integer", "write digits alone, e.g. 8"),
     float: ("a number", "write it without quotes, e.g. 0.5"),
@@ -57,9 +57,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"cannot read {path}: {error.strerror}", fix="give an existing file, e.g. train_configs/quickstart.toml"
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", fix="give a TOML file saved as UTF-8"
-        ) from None
+        raise ConfigError(f"{path} is not UTF-8 text: {error}", fix="give a TOML file saved as UTF-8") from None
     except tomli.TOMLDecodeError as error:
         raise ConfigError(
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}",
@@ -91,7 +89,7 @@ def _index(node: Any, step: str, override: str) -> int:
 
 
 def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
-    """Make `kind` (a section, or the type of a key) from what the TOML holds.
+    """Convert a value of the TOML to `kind`, a section or the type of a key.
 
     Raises:
         ConfigError: naming `file` and the dotted key `where`.
@@ -128,8 +126,8 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
         dotted = f"{where}.{name}" if where else name
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-            known = f"did you mean {near[0]}?" if near else "known here: " + ", ".join(sorted(fields))
-            raise ConfigError(f"{file}: unknown {'key' if where else 'section'} {dotted}", fix=known)
+            fix = f"did you mean {near[0]}?" if near else "known here: " + ", ".join(sorted(fields))
+            raise ConfigError(f"{file}: unknown {'key' if where else 'section'} {dotted}", fix=fix)
         values[name] = build(hints[name], value, where=dotted, file=file)
         check_range(values[name], fields[name].metadata, f"{file}: {dotted}")
     section = kind(**values)
@@ -139,5 +137,5 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved config as TOML, without unset keys, as it has no null; reading it back gives the same config."""
+    """The resolved config as TOML, without unset keys (TOML has no null). Reading it back gives the same config."""
     return tomli_w.dumps(dataclasses.asdict(config, dict_factory=lambda keys: {k: v for k, v in keys if v is not None}))

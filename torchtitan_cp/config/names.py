@@ -1,6 +1,6 @@
-"""Names that stand in several places: choices of the TOML, and lengths.
+"""The names that the TOML chooses from, and how lengths are written.
 
-The registry of each room has the same names; tests compare them.
+The registries of the rooms have the same names, which a test compares.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ class PipelineSchedule:
 
     Attributes:
         torch_name: what torch calls it.
-        stages_per_rank: fewest pipeline stages on a rank; most: most of them, None for any number.
+        stages_per_rank: the least number of pipeline stages on a rank.
+        most: the largest number of them; None: any.
         splits_backward: weight gradients are computed apart from input gradients (zero bubble).
     """
 
@@ -45,7 +46,7 @@ SCHEDULES = {
 
 
 def format_tokens(tokens: int) -> str:
-    """512, 4K, 1M: with a unit where it divides the number, in powers of two. The name of a stage without one."""
+    """512, 4K, 1M: in units of 2**10 or 2**20 tokens where these divide the number. The default name of a stage."""
     for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if tokens >= unit and tokens % unit == 0:
             return f"{tokens // unit}{letter}"

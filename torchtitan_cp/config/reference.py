@@ -52,13 +52,8 @@ def _keys(section: Any, prefix: str = "") -> Iterator[Key]:
         choices = entry.metadata.get("choices")
         help_text = texts[entry.name] + (f" ({' | '.join(choices)})" if choices else "")
         name = "list" if typing.get_origin(kind) is tuple else (typing.get_origin(kind) or kind).__name__
-        yield Key(prefix + entry.name, name, _default(entry), help_text)
-
-
-def _default(entry: Any) -> str:
-    if entry.default is dataclasses.MISSING:
-        return "{}"
-    return "" if entry.default is None else json.dumps(entry.default)
+        default = {} if entry.default is dataclasses.MISSING else entry.default
+        yield Key(prefix + entry.name, name, "" if default is None else json.dumps(default), help_text)
 
 
 def as_text() -> str:

@@ -28,7 +28,7 @@ class Rope:
         long_factor: longrope: divisors of the head_dim / 2 frequencies; 1 leaves one unchanged
         short_factor: longrope: divisors in stages up to original_seq_len; default: long_factor
 
-    `omitted` are the keys that a TOML file leaves out: they come from the config.json that the model has, if any.
+    `omitted` are the keys that the TOML file leaves out. If the model has a config.json, they come from there.
     """
 
     omitted: ClassVar[tuple[str, ...]] = ()
@@ -62,20 +62,20 @@ def check_rope(rope: Rope, seq_len: int, where: str) -> None:
         where: the dotted key of `rope`.
 
     Raises:
-        ConfigError: a key that the kind does not read, one it lacks, or keys that exclude each other.
+        ConfigError: a key is set that the kind does not read, one is missing, or two exclude each other.
     """
     check_read_keys(rope, "kind", where)
     if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise ConfigError(f"{where}: high_freq_factor must be above low_freq_factor", fix="use e.g. 1 and 4")
     if rope.kind == "yarn":
         _check_yarn(rope, where)
-    takes = KEYS_BY_KIND[rope.kind]
-    if "original_seq_len" in takes:
+    keys = KEYS_BY_KIND[rope.kind]
+    if "original_seq_len" in keys:
         _check_original(rope, seq_len, where)
     scales = rope.factor > 1 or (rope.kind == "longrope" and rope.attention_factor)
-    if "factor" in takes and not scales:
+    if "factor" in keys and not scales:
         raise ConfigError(f"{where} has kind = {rope.kind!r} and no factor", fix="add it, e.g. factor = 8")
-    if "long_factor" in takes and not rope.long_factor:
+    if "long_factor" in keys and not rope.long_factor:
         raise ConfigError(f"{where} has kind = 'longrope' and no long_factor", fix="give head_dim / 2 numbers")
 
 

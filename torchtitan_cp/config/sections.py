@@ -4,6 +4,7 @@ What each `Attributes:` says of a key is its help text: `--help` and `docs/confi
 text (`data`) and of RoPE (`rope`) have files of their own, and are found here too.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,6 @@ from torchtitan_cp.config.key import key
 from torchtitan_cp.config.rope import Rope
 
 MAX_SECONDS = 1e8  # three years; torch counts in nanoseconds
-MIN_PIECES = 300  # of a trained vocabulary: 256 bytes are among them
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Tokenizer:
     kind: str = key("sentencepiece", choices=("sentencepiece", "bytes", "huggingface"))
     path: str = key("", read_by=("sentencepiece", "huggingface"))
     bos: bool = True
-    vocab_size: int = key(4096, least=MIN_PIECES)
+    vocab_size: int = key(4096, least=300)  # the 256 bytes are among them
 
     @property
     def trained(self) -> bool:
@@ -502,6 +502,12 @@ class Stage:
     optimizer_state: str = key("keep", choices=("keep", "reset"))
     activation: StageActivation = field(default_factory=StageActivation)
     data: StageData = field(default_factory=StageData)
+
+    @property
+    def most_steps(self) -> int:
+        """Optimizer steps, at most: `until` may end the stage earlier."""
+        tokens = self.tokens or self.until.get("max_tokens", 0)
+        return self.steps or math.ceil(tokens / self.global_batch_tokens)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-AT_LEAST = ("passkey_accuracy",)  # of the others the bound is an upper one
+AT_LEAST = ("passkey_accuracy",)  # metrics with a lower bound; all others have an upper one
 
 
 class Verdict(NamedTuple):
@@ -19,13 +19,13 @@ def judge(conditions: Mapping[str, float], measured: Mapping[str, float]) -> Ver
 
     Args:
         conditions: bounds by metric.
-        measured: the latest values.
+        measured: the latest values by metric.
     """
-    reasons, holds = [], True
+    reasons, opened = [], True
     for name, bound in conditions.items():
         value = measured.get(name)
         wanted, sign = ("at least", 1) if name in AT_LEAST else ("at most", -1)
-        holds = holds and value is not None and sign * value >= sign * bound
+        opened = opened and value is not None and sign * value >= sign * bound
         number = "not measured yet" if value is None else f"{value:.4g}"
         reasons.append(f"{name} {number}, {wanted} {bound:g} wanted")
-    return Verdict(holds, "; ".join(reasons), {name: measured[name] for name in conditions if name in measured})
+    return Verdict(opened, "; ".join(reasons), {name: measured[name] for name in conditions if name in measured})

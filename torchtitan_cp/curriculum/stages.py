@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +12,13 @@ from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, S
 
 
 def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
-    """The stage's own keys, with [data]'s for those that it leaves out, and else what suits its sources."""
-    own = dataclasses.asdict(stage.data)
-    values = {name: getattr(data, name) if value is None else value for name, value in own.items()}
+    """The keys of a stage's data: as the stage says, else as [data] says, else what suits the stage's sources."""
+    stage_keys = dataclasses.asdict(stage.data)
+    values = {name: getattr(data, name) if value is None else value for name, value in stage_keys.items()}
     mixture, sources = values["mixture"], data.by_name().items()
     chat = any(source.conversations for name, source in sources if not mixture or mixture.get(name))
-    for name, suited in {"packing": "best_fit" if chat else "concat", "document_mask": chat}.items():
-        values[name] = suited if values[name] is None else values[name]
+    for name, default in {"packing": "best_fit" if chat else "concat", "document_mask": chat}.items():
+        values[name] = default if values[name] is None else values[name]
     if values["restart_positions"] is None:
         values["restart_positions"] = chat and values["document_mask"]
     return ResolvedStageData(**values, max_epochs=data.max_epochs)
@@ -27,24 +26,26 @@ def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedStage(Stage):
-    """A stage, ready to run: the keys of [[curriculum.stages]] with every default filled in, and what follows.
+    """A stage with every default filled in, and what follows from the number of ranks.
 
     Attributes:
         index: in the curriculum, from 0.
-        name: no other stage has it.
+        name: unique among the stages.
         seq_len: S, tokens of a sequence.
-        cp: context-parallel degree; dp: ranks (groups of cp) that hold different sequences.
-        strategy: exchange by name; all_to_all_ranks: ranks that exchange heads, for hybrid.
+        cp: context-parallel degree.
+        dp: groups of cp ranks that hold different sequences.
+        strategy: name of the exchange.
+        all_to_all_ranks: ranks that exchange heads; 1 except under hybrid.
         steps: optimizer steps, at most.
         micro_batch_sequences: sequences of one forward on one data-parallel rank.
         micro_batches: forwards of one optimizer step on one rank.
         tp, pp: tensor- and pipeline-parallel degrees.
         activation: what is kept between forward and backward.
-        rope: rotary embeddings; None: those that the model has by itself.
+        rope: rotary embeddings; None: the model's own.
         global_batch_tokens: tokens of one optimizer step over all ranks.
-        data: how it reads its text.
+        data: how the stage reads its text.
         resets_optimizer: the optimizer's moments start at zero.
-        until: conditions that end it before its last step; see gate.
+        until: conditions that end the stage before its last step; see gate.
     """
 
     index: int
@@ -67,7 +68,7 @@ class ResolvedStage(Stage):
 
     @property
     def text_recipe(self) -> dict[str, Any]:
-        """The settings that decide which text a step of the stage reads, as JSON values."""
+        """The settings that decide which text each step of the stage reads, as JSON values."""
         text = {name: getattr(self.data, name) for name in ("mixture", "max_epochs", "packing", "packing_window")}
         if self.data.packing == "best_fit":  # the last window ends with the stage
             text["steps"] = self.steps
@@ -76,32 +77,31 @@ class ResolvedStage(Stage):
 
 def resolve_stages(config: Config, ranks: int) -> tuple[ResolvedStage, ...]:
     """Resolve every stage of a config that has passed `check_config` for this number of ranks."""
-    plans: list[ResolvedStage] = []
+    resolved: list[ResolvedStage] = []
     for index, stage in enumerate(config.curriculum.stages):
         degrees = resolve_degrees(config.parallel, ranks, stage)
         dp, micro = degrees.stage_dp(stage), config.training.micro_batch_sequences
-        tokens = stage.tokens or stage.until.get("max_tokens", 0)
-        own = {name: value for name, value in dataclasses.asdict(stage.activation).items() if value is not None}
+        activation = {name: value for name, value in vars(stage.activation).items() if value is not None}
         cp, strategy = degrees.stage_cp(stage), stage.strategy or config.context_parallel.strategy
         name = stage.name or format_tokens(stage.seq_len)
-        if name in {earlier.name for earlier in plans}:
+        if name in {earlier.name for earlier in resolved}:
             name = f"{name}-stage-{index + 1}"
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "index": index,
             "name": name,
             "cp": cp,
             "dp": dp,
             "strategy": strategy,
             "all_to_all_ranks": config.context_parallel.all_to_all_ranks if strategy == "hybrid" and cp > 1 else 1,
-            "steps": stage.steps or math.ceil(tokens / stage.global_batch_tokens),
+            "steps": stage.most_steps,
             "until": {name: bound for name, bound in stage.until.items() if name != "max_tokens"},
             "micro_batch_sequences": micro,
             "micro_batches": stage.global_batch_tokens // (stage.seq_len * dp * micro),
             "tp": degrees.tp,
             "pp": degrees.pp,
-            "activation": dataclasses.replace(config.activation, **own),
+            "activation": dataclasses.replace(config.activation, **activation),
             "data": resolve_stage_data(config.data, stage),
             "resets_optimizer": stage.optimizer_state == "reset",
         }
-        plans.append(ResolvedStage(**{**vars(stage), **found}))
-    return tuple(plans)
+        resolved.append(ResolvedStage(**{**vars(stage), **values}))
+    return tuple(resolved)

@@ -115,7 +115,7 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
         (
             dataclasses.replace(STAGE, steps=0, tokens=4 * 8192 + 1, data=StageData(growth_from=512, growth_steps=6)),
             1,
-            "growth_steps = 6 exceeds the stage's 5 steps, so attention would never see 1024 tokens",
+            "growth_steps = 6 exceeds the stage's 5 steps\n  fix: use at most 5, so that attention sees 1024 tokens",
         ),
         (dataclasses.replace(STAGE, seq_len=0), 1, "curriculum.stages[0] has no seq_len"),
         (dataclasses.replace(STAGE, global_batch_tokens=0), 1, "curriculum.stages[0] has no global_batch_tokens"),
@@ -205,7 +205,7 @@ def test_no_stage_is_refused() -> None:
         ),
         (
             {"parallel": Parallel(tp=2, async_tp=True)},
-            "parallel.async_tp needs the compiler and tensor-parallel ranks\n  fix: set compile.enable",
+            "parallel.async_tp needs compile.enable = true and tp above 1\n  fix: set both",
         ),
         (
             {"parallel": Parallel(tp=2), "training": Training(float8="rowwise")},
@@ -322,9 +322,12 @@ BOOKS = DataSource(name="books", source="text", path="books")
     [
         (Data(path="books", sources=(BOOKS,)), "data.path is set beside [[data.sources]], and none of them reads it"),
         (Data(min_document=5, sources=(BOOKS,)), "fix: move min_document into the tables it is meant for"),
-        (Data(sources=(BOOKS, BOOKS)), "data.sources[1].name = 'books' is taken\n  fix: give each source its own name"),
-        (Data(sources=(BOOKS, DataSource())), "data.sources[1].name = '' is not a name\n  fix: use letters"),
-        (Data(sources=(dataclasses.replace(BOOKS, name="a b"),)), "data.sources[0].name = 'a b' is not a name"),
+        (Data(sources=(BOOKS, BOOKS)), "data.sources[1].name = 'books' is taken or not a name\n  fix: give each"),
+        (Data(sources=(BOOKS, DataSource())), "data.sources[1].name = '' is taken or not a name"),
+        (
+            Data(sources=(dataclasses.replace(BOOKS, name="a b"),)),
+            "data.sources[0].name = 'a b' is taken or not a name",
+        ),
         (
             Data(path="books"),
             "data.path does nothing with source = 'python-stdlib'\n  fix: remove it, or use source = 'text'",
@@ -402,7 +405,7 @@ def test_a_gate_that_nothing_measures_is_refused() -> None:
         config_with(gated, evaluation=Evaluation(interval=5)), 1
     )
     gated = dataclasses.replace(STAGE, steps=0, until={"passkey_accuracy": 90.0, "max_tokens": 9000.0})
-    assert "until.passkey_accuracy = 90.0 is never reached\n  fix: use a fraction" in refuse(
+    assert "until.passkey_accuracy is never above 1\n  fix: use a fraction" in refuse(
         config_with(gated, evaluation=Evaluation(interval=5)), 1
     )
     gated = dataclasses.replace(STAGE, steps=0, until={"passkey_accuracy": 0.9, "max_tokens": 9000.0})

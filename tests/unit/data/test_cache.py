@@ -18,7 +18,7 @@ from tests.support.disks import recorded_syncs
 from tests.support.texts import read, text_corpus, warnings, write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus import cache, documents, tokenization
+from torchtitan_cp.data.corpus import cache, documents, store, tokenization
 from torchtitan_cp.data.corpus.cache import CacheBuilder, open_cache, prepare
 from torchtitan_cp.data.corpus.documents import key_hash
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
@@ -145,7 +145,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(data: Data, monkeypatch: pytest
     def append(*arguments: object, masks: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tokenization, "append_documents", append)
+    monkeypatch.setattr(store, "append_documents", append)
     assert "cannot be written: No space left on device" in refuse(data)
     assert not partial(data)
     assert not finished(data)

@@ -43,7 +43,7 @@ def test_a_model_without_words_there_is_refused_before_it_is_trained(tmp_path: P
     path = write_run(tmp_path, TINY)
     with pytest.raises(ConfigError, match=r"cannot be written in Hugging Face's format: .*\n.*checkpoint.export"):
         preflight(load_config(path, ["--checkpoint.export=float32", "--model.overrides.sinks=true"]), 1)
-    with pytest.raises(ConfigError, match=r"checkpoint.export needs checkpoints"):
+    with pytest.raises(ConfigError, match=r"checkpoint.export needs checkpoint.enable"):
         preflight(load_config(path, ["--checkpoint.export=float32", "--checkpoint.enable=false"]), 1)
 
 

@@ -1,7 +1,7 @@
 """From a stage's sequences to the micro-batches of one rank, read ahead of the training loop.
 
-Ranks are integers here. The number of a step decides its sequences; their work and the data-parallel rank decide which
-of them a rank reads; the plan made from their documents decides which tokens of those.
+Ranks are integers here. The number of a step decides its sequences, their work and the data-parallel rank decide which
+of them a rank reads, and the plan for their documents decides which tokens of these it holds.
 """
 
 import gc
@@ -26,8 +26,8 @@ from torchtitan_cp.attention import AttentionMask, Plan, prepare_plan
 from torchtitan_cp.data.batches.samples import PackedSequence
 
 START_METHOD = "forkserver"  # a fork of a process with threads may hang
-# What a rank imports that takes long: the server imports it once, and the workers share its memory. Nothing of this
-# package, as the server has another search path than a rank and might find another version.
+# Slow imports of a rank: the server imports them once, and its workers share the memory. This package is not among
+# them, as the server's search path may find another version of it.
 PRELOADED = [f"torch.{name}" for name in ("distributed.checkpoint", "distributed.fsdp", "distributed.pipelining")]
 PRELOADED += ["torch.utils.tensorboard", "torchdata.nodes"]
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler sends them; ranks answer them
@@ -49,10 +49,11 @@ class BatchLayout:
         seq_len: S.
         micro_batches: forwards of one step on one rank.
         micro_batch_sequences: B, sequences of one forward on one rank.
-        dp: data-parallel ranks; dp_rank: this one's index among them.
+        dp: data-parallel ranks.
+        dp_rank: index of this rank among them.
         make_plan: (S, mask=, like=) -> this rank's plan; can be pickled.
         windows: attention windows of the model's layers, in keys; 0: no window.
-        weighted: micro-batches have the weights of their tokens.
+        weighted: micro-batches contain the weights of their tokens.
     """
 
     seq_len: int
@@ -75,7 +76,7 @@ class BatchLayout:
         return self.seq_len * self.sequences
 
     def plans(self, mask: AttentionMask | None = None) -> dict[int, Plan]:
-        """The plan of each window, and of none (0), all on one layout."""
+        """The plan for each window, and without one (0), all on one layout."""
         mask = mask or AttentionMask()
         plan = self.make_plan(self.seq_len, mask=mask)
         # A window as long as the sequence hides nothing, and kernels without windows are faster.
@@ -94,8 +95,8 @@ class MicroBatch:
         tokens: `[B, S/cp]` int64.
         labels: `[B, S/cp]` int64, the next token of each; IGNORED where there is none.
         positions: `[S/cp]` int64, or `[B, S/cp]` where rows differ.
-        plans: of attention, by the layers' window; 0: no window.
-        numbers: of its sequences, in the stage.
+        plans: attention plans by the layers' window; 0: no window.
+        numbers: of its sequences in the stage.
         sources: name of each sequence's source.
         document_positions: `[B, S/cp]` int64, how many tokens of its own document precede each.
         weights: `[B, S/cp]` fp32, of each token among those of its document; see PackedSequence.
@@ -116,9 +117,9 @@ class MicroBatch:
         return self.plans[0]
 
     def pin_memory(self) -> "MicroBatch":
-        """A copy with what the device fetches in pinned memory; torch's loader calls this method.
+        """A copy with its tensors in pinned memory.
 
-        It does so in a thread of the training process, which also prepares the plans.
+        torch's loader calls this method, in a thread of the training process, which is where plans are prepared.
         """
         for plan in self.plans.values():
             prepare_plan(plan)
@@ -129,7 +130,7 @@ class MicroBatch:
 def batch_facts(batch_layout: BatchLayout, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
     """What ranks must agree on before they exchange the messages of a step, by name.
 
-    Data-parallel ranks have different documents; their names say whose they are.
+    Data-parallel ranks have different documents, so the names of these contain the rank.
     """
     plan, of = micro_batches[0].plan, f"of the first batch of data-parallel rank {batch_layout.dp_rank}"
     facts = {name: value for name, value in vars(batch_layout).items() if name not in ("dp_rank", "make_plan")}
@@ -192,9 +193,9 @@ def assign_sequences(samples: Samples, step: int, batch_layout: BatchLayout) -> 
 
 
 def read_step(samples: Samples, batch_layout: BatchLayout, step: int) -> tuple[MicroBatch, ...]:
-    """This rank's micro-batches of a step of the stage."""
-    own = assign_sequences(samples, step, batch_layout)[:, batch_layout.dp_rank].tolist()
-    return tuple(collate(samples.sequence, batch_layout, numbers) for numbers in own)
+    """This rank's micro-batches of a step in the stage."""
+    assigned = assign_sequences(samples, step, batch_layout)[:, batch_layout.dp_rank].tolist()
+    return tuple(collate(samples.sequence, batch_layout, numbers) for numbers in assigned)
 
 
 def collate(read: Callable[[int], PackedSequence], batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
@@ -218,8 +219,8 @@ def read_steps(
     """The micro-batches of `steps` steps from `first` on, in order.
 
     Args:
-        workers: processes that read and plan; 0: a thread of this process does.
-        read_ahead: steps kept ready, at least one for each worker.
+        workers: processes that read and plan; 0: a thread of this process.
+        read_ahead: steps that are kept ready, at least one for each worker.
         pin: copy them to pinned memory, so that a GPU can fetch them while it computes.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which source gives which sample of a stage: by weight, evenly spread, and found without the samples before it."""
+"""Which source gives which sample of a stage: by weight, evenly spread, and computed from its number alone."""
 
 import hashlib
 import math
@@ -42,7 +42,7 @@ class Mixture:
         limits: samples that a source has left, for the sources that have a limit; see `samples_within`.
 
     Attributes:
-        samples: how many there are until every source has given its last.
+        samples: their number, until every source has given its last one.
     """
 
     def __init__(self, weights: Mapping[str, float], seed: int, stage: int, limits: Mapping[str, int]) -> None:
@@ -71,7 +71,7 @@ class Mixture:
 
     @cached_property
     def ends(self) -> dict[str, int]:
-        """After how many samples of the stage each limited source has given its last."""
+        """For each limited source, the number of samples after which it has given its last one."""
         return {name: self._end(index) for index, name in enumerate(self.names) if self._limits[index] < UNLIMITED}
 
     def _end(self, index: int) -> int:
@@ -98,7 +98,7 @@ class Mixture:
         return np.clip(given, 0, self._limits).astype(np.int64)
 
     def _time(self, number: float) -> float:
-        """When about `number` samples were given, within one for each source; the inverse of sum(min(limit, t * w))."""
+        """When `number` samples were given, up to one for each source: the inverse of sum(min(limit, time * share))."""
         ends = np.unique(np.concatenate([[0.0], self._limits / self._shares]))
         given = np.minimum(self._limits, ends[:, None] * self._shares).sum(axis=1)
         return float(np.interp(number, given, ends)) + max(0.0, number - float(given[-1]))

@@ -143,7 +143,7 @@ class PackedStream:
         return int(whole.sum()) / max(1, int(begins.sum()))
 
     def cuts(self) -> tuple[int, int, int]:
-        """In the whole stage: conversations, those that are cut, and cuts between two learned tokens."""
+        """Numbers in the whole stage: of conversations, of those that are cut, and of cuts inside a learned turn."""
         store, counts = self.stream.store, np.zeros(3, dtype=np.int64)
         for begin in range(0, self.samples, self.window_sequences):
             document, start, stop, _ = self._window(begin).spans.T
@@ -157,9 +157,9 @@ class PackedStream:
     def _spans(self, number: int) -> list[list[int]]:
         """(document, start, stop) of each span of a sequence, in order."""
         assert number < self.samples + self.replacements, "the stage has no such sequence"
-        place = number % self.window_sequences if number < self.samples else 0
-        window = self._window(number - place)
-        return window.spans[window.first[place] : window.first[place + 1], :OFFSET].tolist()
+        index = number % self.window_sequences if number < self.samples else 0
+        window = self._window(number - index)
+        return window.spans[window.first[index] : window.first[index + 1], :OFFSET].tolist()
 
     def _make_window(self, first: int) -> Window:
         """The packed window that begins with sequence `first`."""
@@ -169,8 +169,8 @@ class PackedStream:
 
 
 def _read(store: TokenStore, spans: Sequence[Sequence[int]]) -> np.ndarray:
-    """Of the spans, `[3, S]` int64: tokens; targets, the same but IGNORED where not learned; labels, the targets
-    shifted by one within each document."""
+    """The text of the spans, `[3, S]` int64: tokens; targets, the tokens but IGNORED where not learned; labels, the
+    targets shifted by one within each document."""
     rows = []
     for document, start, stop in spans:
         end = min(stop + 1, int(store.document_lengths[document]))
@@ -186,13 +186,13 @@ class StageSamples:
     """The sequences of a stage. Each depends only on the arguments and its number.
 
     Args:
-        streams: of each source, by name.
+        streams: text of each source, by name.
         seq_len: S.
         data: the stage's; its mixture is not empty.
         seed: of the run.
-        stage: number of the stage.
+        stage: index of the stage.
         step_sequences: sequences of one optimizer step.
-        first_tokens: for each source, how much of its stream earlier stages took.
+        first_tokens: tokens of each source's stream that earlier stages took.
         steps: optimizer steps that the stage has at most.
         skipped_steps: steps of text that recovery skipped; the stage reads as many more. Where sources have ended, it
             reads the stage's first text again.
@@ -252,7 +252,7 @@ class StageSamples:
         return tuple(stop - start for start, stop in itertools.pairwise(edges))
 
     def tokens_after(self, steps: int) -> dict[str, int]:
-        """How much of each source's stream this stage and earlier ones took, after so many steps of the stage."""
+        """Tokens of each source's stream that this and earlier stages took, after so many steps of the stage."""
         counts = self._counts(steps)
         return {**self.first_tokens, **{name: self.packed[name].cursor_after(count) for name, count in counts.items()}}
 
@@ -283,9 +283,9 @@ class StageSamples:
 def held_out_samples(
     streams: Mapping[str, TokenStream], seq_len: int, data: ResolvedStageData, count: int, block: int = 0
 ) -> StageSamples | None:
-    """Held-out sequences of a stage's sources, in the stores' own order; None if those sources hold nothing out.
+    """Held-out sequences of a stage's sources, in the order of the stores; None if these sources hold nothing out.
 
-    Where a source has masks they are packed as in training, so that few conversations lose their beginning.
+    If a source has masks, they are packed as in training, so that few conversations lose their beginning.
 
     Args:
         data: the stage's; its mixture is not empty.
@@ -296,6 +296,6 @@ def held_out_samples(
     if not mixture:
         return None
     packing = data.packing if any(streams[name].store.has_masks for name in mixture) else "concat"
-    plain = replace(data, mixture=mixture, packing=packing, packing_window=count, max_epochs={}, growth_from=0)
-    cut = replace(plain, short_share=float(block > 0), short_seq_len=block)
-    return StageSamples(streams, seq_len, cut, 0, 0, count, {}, steps=1)
+    held_out = replace(data, mixture=mixture, packing=packing, packing_window=count, max_epochs={}, growth_from=0)
+    held_out = replace(held_out, short_share=float(block > 0), short_seq_len=block)
+    return StageSamples(streams, seq_len, held_out, 0, 0, count, {}, steps=1)

@@ -130,23 +130,17 @@ def _best_fit_decreasing(lengths: np.ndarray, seq_len: int, sequences: int) -> t
     rooms: list[tuple[int, int]] = []
     opened = 0
     order = np.argsort(-lengths, kind="stable")
-    values, counts = np.unique(-lengths, return_counts=True)
-    for length, count, end in zip((-values).tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True):
-        begin = end - count
-        while begin < end:
-            index = bisect_left(rooms, (length, 0))
-            if index < len(rooms):
-                room, sequence = rooms.pop(index)
-            elif opened < sequences:
-                room, sequence, opened = seq_len, opened, opened + 1
-            else:
-                break
-            # What is left has the least room also for the next part of this length, as long as it holds it.
-            taken = min(end - begin, room // length)
-            sequence_of[order[begin : begin + taken]] = sequence
-            begin += taken
-            if room > taken * length:
-                insort(rooms, (room - taken * length, sequence))
+    for part, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        index = bisect_left(rooms, (length, 0))
+        if index < len(rooms):
+            room, sequence = rooms.pop(index)
+        elif opened < sequences:
+            room, sequence, opened = seq_len, opened, opened + 1
+        else:
+            continue
+        sequence_of[part] = sequence
+        if room > length:
+            insort(rooms, (room - length, sequence))
     return sequence_of, rooms
 
 

@@ -118,8 +118,8 @@ class CacheBuilder:
     """Makes what the cache does not have yet.
 
     Args:
-        data, tokenizer: the config's sections.
-        stop_requested: asked often; a stop loses nothing that was committed.
+        data, tokenizer: sections of the config.
+        stop_requested: called often; a stop loses nothing that was committed.
         start: folder of the checkpoint that training begins from, for its chat template.
     """
 
@@ -135,7 +135,7 @@ class CacheBuilder:
         Every source has a folder of its own. Any number of processes may do this: one builds, the others wait for it.
 
         Returns:
-            where everything is, as JSON values, for `open_cache` in this process and others.
+            the paths of everything, as JSON values, for `open_cache` in this process and others.
 
         Raises:
             DataError: a source or the tokenizer cannot be used, a split is empty, or the cache folder cannot be
@@ -167,17 +167,16 @@ class CacheBuilder:
         return load_tokenizer(dataclasses.replace(self.settings, path=str(model)))
 
     def _training_texts(self, corpora: Collection[Corpus]) -> Iterator[str]:
-        """The text of every document that is not held out. It logs no skipped record: the tokenizing pass does."""
+        """The text of every document that is not held out. Skipped records are logged later, by the tokenizing pass."""
+        activity = "reading text to train a tokenizer on"
         for corpus in corpora:
-            with corpus.show_progress("reading text to train a tokenizer on") as update:
-                for document in corpus.documents(SkippedRecords(quiet=True)):
-                    update(document.read_bytes)
-                    self._check_stop("reading text to train a tokenizer on")
-                    if isinstance(document.content, str) and not document.held_out:
-                        yield document.content
+            for document in corpus.log_progress(corpus.documents(SkippedRecords(quiet=True)), activity):
+                self._check_stop(activity)
+                if isinstance(document.content, str) and not document.held_out:
+                    yield document.content
 
     def _tokenize(self, name: str, corpus: Corpus, tokenizer: Tokenizer) -> Path:
-        """The folder of a source's tokens, named for everything that they depend on; made if it is not finished."""
+        """The folder of a source's tokens, named for everything that they depend on; it is made if not finished."""
         source = corpus.source
         lengths: list[Any] = [source.min_document, source.max_document]
         lengths += [source.too_long, CHAT_VERSION] * source.conversations

@@ -4,15 +4,11 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress
 
 from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.data.corpus.chat import ChatTemplate, read_conversation
@@ -27,18 +23,18 @@ LOG_INTERVAL_SECONDS = 10.0
 
 
 class Corpus:
-    """The files of one source. Reading streams them: memory holds a document, whatever the corpus's size.
+    """The files of one source. They are streamed: memory holds one document, whatever the size of the corpus.
 
     Args:
         source: the config's table.
-        template: of a source of conversations.
+        template: writes the conversations of a source that holds them.
 
     Attributes:
         files: in the order they are read.
-        size_bytes: of all files as they are on disk.
+        size_bytes: of all files, as stored on disk.
 
     Raises:
-        DataError: data.path is missing or leads to no file.
+        DataError: data.path leads to no file.
     """
 
     def __init__(self, source: SourceKeys, template: ChatTemplate | None = None) -> None:
@@ -70,15 +66,15 @@ class Corpus:
         Args:
             skipped: counts what cannot be read.
             first_file: index of the file to begin at.
-            held_out_key: key of a record that is held out whatever its hash. Of joined records it is the first alone,
-                unless that may be shorter than min_document.
+            held_out_key: key of a record that is held out whatever its hash. If it is joined with others, it alone is
+                held out, or with min_document, for which it may be too short, the joined document.
 
         Raises:
-            DataError: at the end, if there was no document; or the template cannot say what is learned.
+            DataError: there was no document; or the template does not allow to find what is learned.
         """
         kind, empty = SOURCES[self.source.source], first_file == 0
         joins, fraction = self.source.document == "folder", self.source.validation_fraction
-        whole = joins and self.source.min_document > 0
+        chooses_joined = joins and self.source.min_document > 0
         starts = [0, *accumulate(file.size_bytes for file in self.files)]
 
         def read(indices: list[int]) -> Iterator[Document]:
@@ -91,7 +87,7 @@ class Corpus:
                             document.content, document.learned = read_conversation(row, self.source, self.template)
                         if not document.learned:
                             continue
-                    chosen = document.key == held_out_key and not whole
+                    chosen = document.key == held_out_key and not chooses_joined
                     document.held_out = chosen or is_held_out(document.key, fraction)
                     document.read_bytes += starts[index]
                     yield document
@@ -101,8 +97,8 @@ class Corpus:
             indices, skipped_before = list(group), dict(skipped.counts)
             documents = _join(read(indices)) if joins else read(indices)
             for number, document in enumerate(documents, start=1):
-                document.place, empty = (indices[0], skipped_before, number), False
-                document.held_out |= whole and document.key == held_out_key
+                document.resume_point, empty = (indices[0], skipped_before, number), False
+                document.held_out |= chooses_joined and document.key == held_out_key
                 yield document
         if empty:
             summary = f"; skipped: {skipped.summary()}" if skipped.counts else ""
@@ -112,31 +108,19 @@ class Corpus:
                 "with these fields",
             )
 
-    @contextmanager
-    def show_progress(self, title: str) -> Iterator[Callable[[int], None]]:
-        """Show the progress of one pass: a bar on a terminal, elsewhere a line in the log now and then.
+    def log_progress(self, documents: Iterator[Document], title: str) -> Iterator[Document]:
+        """The same documents; a line in the log now and then says how much of the corpus is read.
 
         Args:
             title: what is being done, e.g. `tokenizing`.
-
-        Returns:
-            a function to call with the bytes that are done, counted from the corpus's beginning.
         """
-        console = Console(stderr=True)
-        bar = Progress(console=console, disable=not console.is_terminal)
-        task = bar.add_task(title, total=self.size_bytes or None)
         total = f" of {self.size_bytes / 1e6:.0f}" if self.size_bytes else ""
         next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
-
-        def update(done_bytes: int) -> None:
-            nonlocal next_log_seconds
-            bar.update(task, completed=done_bytes)
-            if bar.disable and time.monotonic() >= next_log_seconds:
+        for document in documents:
+            if time.monotonic() >= next_log_seconds:
                 next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
-                logger.info("%s: %.0f%s MB", title, done_bytes / 1e6, total)
-
-        with bar:
-            yield update
+                logger.info("%s: %.0f%s MB", title, document.read_bytes / 1e6, total)
+            yield document
 
 
 def _join(documents: Iterator[Document]) -> Iterator[Document]:
@@ -168,16 +152,16 @@ def is_held_out(key: str, fraction: float) -> bool:
 
 
 def key_hash(key: str) -> int:
-    """A number from 0 to 2**64 - 1. The records with the lowest numbers are held out."""
+    """A hash from 0 to 2**64 - 1. The records with the lowest hashes are held out."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def check_corpus(data: Data) -> None:
-    """Check that every source is there; the first file found is enough.
+    """Check that every source has at least one file.
 
     Raises:
-        DataError: a path is missing or leads to no file, or an extra is missing.
+        DataError: a path leads to no file, or an extra is missing.
     """
     for source in data.by_name().values():
         next(find_files(source))

@@ -1,4 +1,4 @@
-"""What sources yield: files, the documents in them, and a count of the records that cannot be read."""
+"""What sources yield: files, the documents in them, and the number of records that cannot be read."""
 
 import json
 import logging
@@ -39,18 +39,18 @@ class SourceFile:
 
 @dataclass
 class Document:
-    """What the model may attend over as a whole: a file, a row, or the joined files of a folder.
+    """A unit of text that the model may attend over: a file, a row, or the joined files of a folder.
 
     Attributes:
-        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative. Readers give the
-            row of a conversation, which the corpus writes as text.
-        key: its name in the corpus, whose hash decides whether it is held out; of joined files, that of the first.
-        group: name of the folder, repository or other group it belongs to; None: it belongs to none.
-        read_bytes: how much of the corpus (as it is on disk) was read up to its end; a reader counts from its file.
-        held_out: belongs to the validation split; set by the corpus, as is its place.
-        place: where to begin to read it again, a file (the first of a folder's if they are joined); what was skipped
-            before that file, by kind; and how many documents come from there to its end.
-        learned: of a conversation, (start, stop) of the characters that are learned, in order; None: of other text.
+        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative. For a
+            conversation readers give the row, which the corpus turns into text.
+        key: its name in the corpus, whose hash decides whether it is held out; for joined files, the first one's.
+        group: name of the folder, repository or other group that it belongs to; None: no group.
+        read_bytes: bytes read from the corpus up to the document's end; readers count from the start of the file.
+        held_out: the document belongs to the validation split; set by the corpus, like resume_point.
+        resume_point: the index of the file from which to read again to get the document (if files are joined, the
+            folder's first), what was skipped before that file, by kind, and the document's number from there, from 1.
+        learned: (start, stop) of the characters that are learned, in order; None: not a conversation.
     """
 
     content: Any
@@ -58,16 +58,16 @@ class Document:
     group: str | None
     read_bytes: int
     held_out: bool = False
-    place: tuple[int, dict[str, int], int] = (0, {}, 0)
+    resume_point: tuple[int, dict[str, int], int] = (0, {}, 0)
     learned: list[tuple[int, int]] | None = None
 
 
 class BadRecordError(Exception):
-    """A record cannot be read, or not be learned from. Args: its kind, for the counts, and details of this one."""
+    """A record cannot be read or learned from. Args: the kind of problem, which is counted, and details to log."""
 
 
 def parse_json(text: str, problem: str) -> Any:
-    """The value of a JSON text. Raises BadRecordError of kind `problem` if it has none."""
+    """The value of a JSON text. Raises BadRecordError of kind `problem` if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -78,8 +78,8 @@ class SkippedRecords:
     """Counts what cannot be read, by kind, and logs the first few of each kind.
 
     Args:
-        counts: of what was skipped before, by kind.
-        quiet: only count, for a second pass over a corpus.
+        counts: what was skipped before, by kind.
+        quiet: only count and log nothing, for a second pass over a corpus.
 
     Attributes:
         counts: how many were skipped, by kind.
@@ -97,10 +97,10 @@ class SkippedRecords:
 
     @contextmanager
     def skipping(self, where: str) -> Iterator[None]:
-        """Go on after a block that reads the record at `where` and finds that it cannot be read.
+        """Count the record at `where` as skipped if the block finds that it cannot be read, and go on.
 
         Raises:
-            DataError: as in the block, with the record's place.
+            DataError: as the block raises it, with `where` in its message.
         """
         try:
             yield

@@ -1,6 +1,6 @@
-"""Rows of JSON lines, Parquet files and datasets of Hugging Face: each is text, token ids or a conversation.
+"""Rows of JSON lines, Parquet files and Hugging Face datasets: each is text, token ids or a conversation.
 
-What cannot be read is counted, logged and skipped. The packages pyarrow and datasets are extras.
+Rows that cannot be read are counted, logged and skipped. The packages pyarrow and datasets are extras.
 """
 
 import gzip
@@ -33,7 +33,7 @@ def read_row(row: Any, number: int, file: SourceFile, read_bytes: int, source: S
     Args:
         row: a mapping of fields.
         number: of the row in its file, from 1.
-        read_bytes: how much of the file was read up to the row's end.
+        read_bytes: bytes of the file up to the end of the row.
 
     Raises:
         BadRecordError: the row lacks the field, or its text or token ids are empty or cannot be read.
@@ -72,11 +72,9 @@ def _tokens(value: Any, name: str) -> np.ndarray:
         tokens = np.asarray(value)
     except ValueError:  # lists of unequal length
         tokens = np.asarray(None)
-    is_list = tokens.ndim == 1 and tokens.dtype.kind in "iu" and int(tokens.max(initial=0)) < 1 << 63
-    if not is_list and tokens.shape != (0,):
+    is_list = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
+    if not is_list or tokens.min(initial=0) < 0 or int(tokens.max(initial=0)) >= 1 << 63:
         raise BadRecordError(f"field {name!r} that is not a list of token ids")
-    if tokens.size and tokens.min() < 0:
-        raise BadRecordError(f"field {name!r} with a negative token id")
     return tokens.astype(np.int64)
 
 
@@ -87,7 +85,7 @@ def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
         with open(file.path, "rb") as raw:
             for number, line in enumerate(_lines(raw, file.path.suffix), start=1):
                 with skipped.skipping(f"{file.path}:{number}"):
-                    # A file may begin with a mark.
+                    # A file may begin with a byte order mark.
                     if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                         row = parse_json(text, "malformed JSON")
                         yield read_row(row, number, file, raw.tell(), source)
@@ -127,8 +125,7 @@ def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
                     yield read_row(row, number, file, position, source)
     except (arrow.ArrowException, OSError) as error:
         kind = "rest of a damaged Parquet file" if number else "not Parquet"
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        skipped.add(kind, f"{file.path}:{number + 1} ({reason})")
+        skipped.add(kind, f"{file.path}:{number + 1} ({error})")
 
 
 def import_pyarrow(source: SourceKeys) -> Any:
@@ -149,9 +146,9 @@ def _plain(value: Any, nested: bool) -> Any:
 
 
 def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:
-    """The dataset as one file: a folder has the size of all its files and the newest mtime, a name has neither.
+    """The dataset as one file. A folder has the size of all its files and the newest mtime; a name has neither.
 
-    Nothing is fetched, so the name of a dataset is not checked.
+    Nothing is fetched, so whether a dataset of this name exists is not checked.
     """
     _import_datasets(source)
     folder = Path(os.path.expanduser(source.path))
@@ -177,9 +174,8 @@ def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
                 document.read_bytes = read_bytes
                 yield document
     except Exception as error:  # the package raises whatever its file systems and formats raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"{source.where}: the dataset {source.path!r} cannot be read after {number} rows: {reason}",
+            f"{source.where}: the dataset {source.path!r} cannot be read after {number} rows: {error!r}",
             fix="give a folder, or a name this machine can reach, and a subset and split of it; then start again",
         ) from error
 

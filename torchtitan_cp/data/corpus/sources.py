@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 from torchtitan_cp.config.sections import SourceKeys
@@ -25,9 +26,9 @@ class Source:
     """One value of `source`.
 
     Attributes:
-        find: the files, in an order that depends only on their names; the files of a folder are neighbours.
-        read: the documents of a file.
-        expects: what `path` should lead to, for messages.
+        find: yields the files, in an order that depends only on their names, those of a folder one after the other.
+        read: yields the documents of a file.
+        expects: what `path` should be, for messages.
     """
 
     find: Callable[[SourceKeys], Iterator[SourceFile]]
@@ -62,14 +63,17 @@ def _find_stdlib(source: SourceKeys) -> Iterator[SourceFile]:
 
 
 def _find_at_path(source: SourceKeys, suffixes: tuple[str, ...]) -> Iterator[SourceFile]:
-    """Files with one of these suffixes below a folder; or what a glob or the path of a file matches."""
+    """Files with one of these suffixes below a folder, or what a glob matches, or a single file.
+
+    Names of what a glob matches are relative to the part of it before the first wildcard.
+    """
     path = os.path.expanduser(source.path)
     if os.path.isdir(path):
         yield from _walk(Path(path), suffixes, pruned=lambda name: name.startswith("."))
     elif os.path.exists(path):
         yield from _regular(Path(path), Path(path).parent)
     elif glob.has_magic(path):
-        root = _root_of(path)
+        root = Path(*takewhile(lambda part: not glob.has_magic(part), Path(path).parts))
         matches = {Path(match) for match in glob.iglob(path, recursive=True)}
         for match in sorted(matches, key=lambda match: (match.parent.as_posix(), match.name)):
             yield from _regular(match, root)
@@ -78,12 +82,6 @@ def _find_at_path(source: SourceKeys, suffixes: tuple[str, ...]) -> Iterator[Sou
 def _find_parquet(source: SourceKeys) -> Iterator[SourceFile]:
     rows.import_pyarrow(source)
     return _find_at_path(source, (".parquet",))
-
-
-def _root_of(pattern: str) -> Path:
-    """The part of a glob before its first wildcard; the names of its matches are relative to it."""
-    parts = Path(pattern).parts
-    return Path(*parts[: [glob.has_magic(part) for part in parts].index(True)])
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], *, pruned: Callable[[str], bool]) -> Iterator[SourceFile]:
@@ -143,12 +141,12 @@ def _read_docstrings(file: SourceFile, source: SourceKeys, skipped: SkippedRecor
 
 
 def docstring_conversations(text: str) -> Iterator[list[dict[str, str]]]:
-    """What each function and class of a file does: asked with the file, answered by its docstring's first line.
+    """Questions what the functions and classes of a file do, answered by the first lines of their docstrings.
 
-    The file is given without the docstring that answers. Text that is no Python yields nothing.
+    A question contains the file without the docstring that answers it. Text that is not Python yields nothing.
 
     Yields:
-        the messages.
+        the messages of a conversation.
     """
     try:
         with warnings.catch_warnings():

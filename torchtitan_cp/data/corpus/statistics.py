@@ -1,4 +1,4 @@
-"""How long a source's documents are: what decides which context lengths it can teach."""
+"""The lengths of a source's documents, which decide the context lengths that it can teach."""
 
 import io
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ LONG_TOKENS = {"4K": 4096, "32K": 32768, "128K": 131072}
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Lengths of the documents of one split, in tokens, with the token that ends each.
+    """Lengths of the documents of one split, in tokens, including the token that ends each.
 
     Attributes:
-        documents, tokens: how many.
-        mean, p50, p90, p99, longest: tokens; a percentile is the length of an existing document. 0 without documents.
+        documents, tokens: their numbers.
+        mean, p50, p90, p99, longest: in tokens, 0 without documents; a percentile is the length of a document.
         long_fraction: fraction of the tokens that are in documents of at least 4K, 32K and 128K tokens.
     """
 
@@ -55,7 +55,8 @@ class SourceStatistics:
         train, validation: lengths of the documents that are kept.
         left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
         split_documents: documents of more than max_document tokens, before they were split.
-        skipped_records: what could not be read, by kind; of conversations also what was cut, or cannot be learned.
+        skipped_records: number of records that could not be read, and of conversations that were cut or have nothing
+            to learn, by kind.
     """
 
     train: LengthStatistics
@@ -67,7 +68,7 @@ class SourceStatistics:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "SourceStatistics":
-        """The inverse of dataclasses.asdict, by position: caches of earlier versions name the last field otherwise."""
+        """The inverse of dataclasses.asdict, by position: in older caches the last field has another name."""
         train, validation, *counts = values.values()
         return cls(LengthStatistics(**train), LengthStatistics(**validation), *counts)
 

@@ -4,8 +4,8 @@ The files of a split:
 - `<split>-00000.bin`, `<split>-00001.bin`, ...: token ids; every shard but the last is full;
 - `<split>.offsets.bin`: int64, tokens of a full shard, then where each document begins and where the last one ends;
 - `<split>.groups.bin`: int64 `[documents]`, the number of the group each document belongs to;
-- `<split>.mask.bin`, of conversations: a bit a token, first bits high, 1 if it is learned; each document begins at a
-  byte.
+- `<split>.mask.bin`, for conversations: one bit per token, most significant first, 1 if it is learned; each document
+  begins at a new byte.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from torchtitan_cp.config.errors import name_in_errors
 JOURNAL_FILE, MANIFEST_FILE = "journal.json", "manifest.json"
 SHARD_BYTES = 512 << 20
 INDEX_DTYPE = np.dtype("<i8")
-COUNTED_TOKENS = 4 << 20  # at once; NumPy makes them int64
+COUNTED_TOKENS = 4 << 20  # counted at a time, as NumPy converts them to int64
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -83,15 +83,15 @@ class TokenStore:
         folder: where the files are.
         split: their name, `train` or `validation`.
         vocab_size: V, as when it was written.
-        separator: token id that is read at the end of every document that is not empty, beside the token that ends it
-            on disk; -1: none. It is part of the document, so cursors, windows and epochs count it, and stay exact.
+        separator: token id that is added when reading, at the end of every document that is not empty; -1: none. It is
+            part of the document: cursors, windows and epochs count it.
 
     Attributes:
-        documents: how many documents there are.
-        tokens: how many tokens, with the one that ends each document, and the separators.
+        documents: number of documents.
+        tokens: number of tokens, including end tokens and separators.
         document_lengths: `[documents]` int64, in tokens; separators are counted.
         groups: `[documents]` int64; documents of one folder, repository or value of `group_field` share a number.
-        has_masks: some tokens may not be learned; see read_mask.
+        has_masks: some tokens are not learned; see read_mask.
     """
 
     def __init__(self, folder: Path, split: str, vocab_size: int, separator: int = -1) -> None:
@@ -144,7 +144,7 @@ class TokenStore:
             check_stop: called before each file of tokens; may raise.
 
         Returns:
-            sha256 (hex) of tokens, document lengths, groups and masks; and how often each id occurs, `[V]` int64.
+            sha256 (hex) of tokens, document lengths, groups and masks; and the occurrences of each id, `[V]` int64.
         """
         digests, counts = [], np.zeros(self.vocab_size, dtype=np.int64)
         for shard in self._shards:
@@ -168,7 +168,7 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None if it is missing or unreadable."""
+    """The JSON object in a file; None if the file is missing or holds none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -177,12 +177,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write the object into a file, as `replace_file` does."""
+    """Write the object to a file as JSON, whole or not at all."""
     replace_file(path, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, also where the power fails."""
+    """Write a file whole or not at all, even if the power fails."""
     partial = path.with_name(path.name + ".partial")
     append_to(partial, content, "wb")
     os.replace(partial, path)
@@ -195,7 +195,7 @@ def file_sizes(folder: Path) -> dict[str, int]:
 
 
 def find_damage(folder: Path, expected: dict[str, int], *, may_be_longer: bool = False) -> str:
-    """Which file of a folder does not have its expected size in bytes; empty if all have."""
+    """The first file of a folder that does not have its expected size, and why; empty if all have."""
     for name, size in expected.items():
         try:
             found = (folder / name).stat().st_size

@@ -18,20 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_cp.data.corpus import store
 from torchtitan_cp.data.corpus.documents import Corpus, key_hash
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.statistics import CONVERSATION_COUNTS, LengthStatistics, SourceStatistics
-from torchtitan_cp.data.corpus.store import (
-    JOURNAL_FILE,
-    TokenStore,
-    append_documents,
-    append_to,
-    file_sizes,
-    find_damage,
-    read_json,
-    token_dtype,
-    write_json,
-)
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, usable_cores
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
@@ -40,28 +30,30 @@ logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation")
 GROUPS_FILE, STATISTICS_FILE, UNIGRAM_FILE = "groups.jsonl", "statistics.json", "unigram.npy"
 FRAGMENT_CHARACTERS = 1 << 20
-BATCH_CHARACTERS = max(4, usable_cores()) << 20  # a fragment a core; the progress bar moves after each
+BATCH_CHARACTERS = max(4, usable_cores()) << 20  # a fragment for each core
 CHAT_BATCH_CHARACTERS = 2 << 20  # offsets of tokens take 100 bytes a character until they are arrays
 COMMIT_TOKENS = 16 << 20  # 32 or 64 MB, held in memory until then: the most that is lost with a killed pass
 
-# Consecutive text of a document, or all its token ids; the document; whether it ends here.
+# Consecutive text of a document, or all its token ids; the document; whether the document ends here.
 Fragment = tuple[str | np.ndarray, Document, bool]
 
 
 @dataclass
 class _State:
-    """What a pass needs to continue, beside its files; the journal holds it.
+    """What a pass needs to continue, apart from its files. The journal holds these fields by name.
 
     Attributes:
-        place: of the last document that was read; see Document.
-        tokens: how many were added.
-        kept_documents: how many were long enough, before long ones were split; held_out_documents: of those.
+        place: the resume_point of the last document that was read; see Document.
+        tokens: number of tokens written.
+        kept_documents: documents that were long enough, counted before long ones are split.
+        held_out_documents: how many of these are held out.
         left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
-        split_documents: how many were longer than max_document.
-        conversations: counts of those that were too long, cut in a turn, or without a token to learn.
-        groups: how many groups have a number.
-        lowest: [hash, key, tokens] of the kept document whose hash is lowest; shortest: [tokens, key] of the shortest.
-        held_out_key: of the document that is held out because no hash is low enough.
+        split_documents: documents longer than max_document.
+        conversations: how many were too long, cut inside a learned turn, or left without a token to learn.
+        groups: number of groups so far.
+        lowest: [hash, key, tokens] of the kept document with the lowest hash.
+        shortest: [tokens, key] of the shortest one.
+        held_out_key: key of the document that is held out because no hash is low enough.
     """
 
     place: tuple[int, dict[str, int], int] = (0, {}, 0)
@@ -84,11 +76,11 @@ class Tokenization:
 
     Args:
         corpus: what is read.
-        tokenizer: every document begins with its bos_ids; it, and each part of a split one, ends with its eos_id. Not a
-            conversation, as its template writes what ends a turn. Ids of the corpus get no bos_ids.
-        folder: takes the files; may hold those of a pass that was killed.
+        tokenizer: a text begins with its bos_ids, and ends with its eos_id, as does each part of a split one. Token
+            ids of a corpus get no bos_ids. Conversations get neither: their template writes what ends a turn.
+        folder: receives the files; may hold those of a pass that was killed.
         settings: kept in the journal.
-        stop_requested: asked after each document, and each file at the end; the pass commits before it stops.
+        stop_requested: called after each document, and for each file at the end; the pass commits before it stops.
     """
 
     corpus: Corpus
@@ -98,11 +90,10 @@ class Tokenization:
     stop_requested: Callable[[], bool]
 
     def run(self) -> dict[str, Any]:
-        """Tokenize the corpus. Returns what the manifest says of the files.
+        """Tokenize the corpus. Returns what the manifest says about the files.
 
         Raises:
-            DataError: the corpus holds no document, a split that is wanted holds none, or token ids of the corpus are
-                not this tokenizer's.
+            DataError: the corpus or one of its splits has no document, or its token ids are not of this tokenizer.
             PreparationStoppedError: a stop was requested.
         """
         self._start(read_journal(self.folder) or {})
@@ -111,7 +102,7 @@ class Tokenization:
         if source.validation_fraction > 0 and not state.held_out_documents and state.kept_documents > 1:
             where, fraction = source.where, source.validation_fraction
             logger.info("%s.validation_fraction = %g holds out no document, so one is chosen", where, fraction)
-            # Not most of the text.
+            # The document with the lowest hash, unless it is more than half of the text.
             chosen = state.lowest[1] if 2 * state.lowest[2] <= state.tokens else state.shortest[1]
             self._start({})
             self.state.held_out_key = chosen
@@ -119,15 +110,15 @@ class Tokenization:
         return self._finish()
 
     def _start(self, journal: dict[str, Any]) -> None:
-        """Start from the journal of a killed pass if the files are as it says, else from the beginning."""
+        """Continue from the journal of a killed pass if the files match it, else start from the beginning."""
         sizes = journal.get("file_bytes", {})
-        if damage := find_damage(self.folder, sizes, may_be_longer=True):
+        if damage := store.find_damage(self.folder, sizes, may_be_longer=True):
             logger.warning("the partial tokens in %s are damaged (%s); they are made again", self.folder, damage)
             journal = sizes = {}
         for path in self.folder.iterdir():
             if path.name in sizes:
                 os.truncate(path, sizes[path.name])
-            elif not journal or path.name != JOURNAL_FILE:
+            elif not journal or path.name != store.JOURNAL_FILE:
                 path.unlink()
         self.state = _State(**journal.get("state", {}))
         self._pending: list[list[tuple[np.ndarray, int]]] = [[], []]  # documents of each split
@@ -143,22 +134,21 @@ class Tokenization:
         first_file, skipped, read = self.state.place
         self.skipped = SkippedRecords(skipped, quiet=quiet)
         rest = islice(self.corpus.documents(self.skipped, first_file, self.state.held_out_key), read, None)
-        with self.corpus.show_progress("tokenizing") as update:
-            for document, ids, mask in tokenize(rest, self.tokenizer):
-                self._write(document, ids, mask)
-                update(document.read_bytes)
-                self._check_stop()
+        for document, ids, mask in tokenize(self.corpus.log_progress(rest, "tokenizing"), self.tokenizer):
+            self._write(document, ids, mask)
+            self._check_stop()
         if self.skipped.counts and not quiet:
             logger.warning("skipped in the corpus: %s", self.skipped.summary())
 
     def _write(self, document: Document, ids: np.ndarray, mask: np.ndarray | None) -> None:
-        """Add one document of tokens `[n]`, without its end, by the source's rules of length.
+        """Add one document, by the source's limits of length.
 
         Args:
-            mask: of a conversation, `[n]` bool, which tokens are learned.
+            ids: `[n]`, without the token that ends the document.
+            mask: `[n]` bool, which tokens of a conversation are learned; None: not a conversation.
         """
         state, source = self.state, self.corpus.source
-        state.place = document.place
+        state.place = document.resume_point
         end = [self.tokenizer.eos_id] if mask is None else []
         if len(ids) + len(end) < source.min_document:
             state.left_out_documents += 1
@@ -173,7 +163,7 @@ class Tokenization:
         state.shortest = min(state.shortest, [len(ids), document.key])
         parts = max(1, -(-len(ids) // (source.max_document - 1))) if source.max_document and not spans else 1
         state.split_documents += parts > 1
-        group, dtype = self._group_number(document.group), token_dtype(self.tokenizer.vocab_size)
+        group, dtype = self._group_number(document.group), store.token_dtype(self.tokenizer.vocab_size)
         for part in [ids[slice(*span)] for span in spans] or np.array_split(ids, parts):
             tokens = np.concatenate([part, end], dtype=dtype, casting="unsafe")
             state.tokens += len(tokens)
@@ -183,7 +173,7 @@ class Tokenization:
             self._commit()
 
     def _learned_spans(self, mask: np.ndarray) -> list[tuple[int, int]]:
-        """What is kept of a conversation: the parts that fit max_document and have a token to learn."""
+        """The parts of a conversation that are kept: they fit max_document and have a token to learn."""
         source, counted = self.corpus.source, self.state.conversations
         spans = fit_conversation(mask, source.max_document, source.too_long)
         kept = [(start, stop) for start, stop in spans if mask[start + 1 : stop].any()]  # no token predicts the first
@@ -194,7 +184,7 @@ class Tokenization:
         return kept
 
     def _group_number(self, name: str | None) -> int:
-        """The number of a group; for None a new one, which no other document has."""
+        """The number of a group; for None a new number, which no other document has."""
         if name in self._group_numbers:
             return self._group_numbers[name]
         number, self.state.groups = self.state.groups, self.state.groups + 1
@@ -207,13 +197,13 @@ class Tokenization:
         """Write everything to disk, then the journal that says so."""
         for split, documents, masks in zip(SPLITS, self._pending, self._masks, strict=True):
             bits = masks if self.corpus.template else None
-            append_documents(self.folder, split, self.tokenizer.vocab_size, documents, masks=bits)
+            store.append_documents(self.folder, split, self.tokenizer.vocab_size, documents, masks=bits)
             documents.clear()
             masks.clear()
-        append_to(self.folder / GROUPS_FILE, "".join(self._new_groups).encode())
+        store.append_to(self.folder / GROUPS_FILE, "".join(self._new_groups).encode())
         self._new_groups.clear()
-        journal = {"settings": self.settings, "state": asdict(self.state), "file_bytes": file_sizes(self.folder)}
-        write_json(self.folder / JOURNAL_FILE, journal)
+        journal = {"settings": self.settings, "state": asdict(self.state), "file_bytes": store.file_sizes(self.folder)}
+        store.write_json(self.folder / store.JOURNAL_FILE, journal)
         self._committed_tokens = self.state.tokens
 
     def _check_stop(self) -> None:
@@ -228,20 +218,20 @@ class Tokenization:
         self._refuse_empty_split()
         self._commit()
         state, vocab_size = self.state, self.tokenizer.vocab_size
-        stores = [TokenStore(self.folder, split, vocab_size) for split in SPLITS]
-        digests, unigram_counts = zip(*(store.summarize(self._check_stop) for store in stores), strict=True)
+        splits = [store.TokenStore(self.folder, split, vocab_size) for split in SPLITS]
+        digests, unigram_counts = zip(*(split.summarize(self._check_stop) for split in splits), strict=True)
         np.save(self.folder / UNIGRAM_FILE, unigram_counts[0])
-        append_to(self.folder / UNIGRAM_FILE, b"")  # waits for the disk
-        train, held_out = (LengthStatistics.of(store.document_lengths) for store in stores)
+        store.append_to(self.folder / UNIGRAM_FILE, b"")  # waits for the disk
+        train, held_out = (LengthStatistics.of(split.document_lengths) for split in splits)
         left_out = state.left_out_documents, state.left_out_tokens
         skipped = dict(Counter(self.skipped.counts) + Counter(state.conversations))
         statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, skipped)
-        write_json(self.folder / STATISTICS_FILE, asdict(statistics))
-        (self.folder / JOURNAL_FILE).unlink()
+        store.write_json(self.folder / STATISTICS_FILE, asdict(statistics))
+        (self.folder / store.JOURNAL_FILE).unlink()
         return {
             "content_fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
             "vocab_size": vocab_size,
-            "file_bytes": file_sizes(self.folder),
+            "file_bytes": store.file_sizes(self.folder),
         }
 
     def _refuse_empty_split(self) -> None:
@@ -262,19 +252,19 @@ class Tokenization:
 
 
 def read_journal(folder: Path) -> dict[str, Any] | None:
-    """The journal of a pass that was killed in the folder; None if there is none that this version can continue."""
-    journal = read_json(folder / JOURNAL_FILE)
+    """The journal of a pass that was killed in the folder; None if this version cannot continue from it."""
+    journal = store.read_json(folder / store.JOURNAL_FILE)
     return journal if journal and "state" in journal else None
 
 
 def fit_conversation(mask: np.ndarray, most: int, too_long: str) -> list[tuple[int, int]]:
-    """Which tokens of a conversation are kept, as (start, stop) in order.
+    """The parts of a conversation that are kept, as (start, stop) of tokens, in order.
 
     Args:
         mask: `[n]` bool, which tokens are learned.
-        most: tokens of a part at most; 0: any number.
-        too_long: what to do with more: `drop`, `truncate_left`, `truncate_right`, or `split`, which cuts after the last
-            learned turn that ends in time, else after `most` tokens.
+        most: the largest number of tokens in a part; 0: any number.
+        too_long: what happens to a longer conversation: `drop`, `truncate_left`, `truncate_right`, or `split`, which
+            cuts after the last learned turn that fits, else after `most` tokens.
     """
     tokens = len(mask)
     if not most or tokens <= most:
@@ -289,11 +279,11 @@ def fit_conversation(mask: np.ndarray, most: int, too_long: str) -> list[tuple[i
 
 
 def learned_tokens(starts: np.ndarray, learned: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Tokens that hold a learned character, `[n]` bool.
+    """Which tokens contain a learned character, `[n]` bool.
 
     Args:
-        starts: `[n]` int64, at which character each token begins, in order; see encode_chat_batch.
-        learned: (start, stop) of characters.
+        starts: `[n]` int64, the character at which each token begins, ascending; see encode_chat_batch.
+        learned: (start, stop) of the learned characters.
     """
     mask = np.zeros(len(starts), dtype=bool)
     for start, stop in learned if len(starts) else ():
@@ -305,8 +295,8 @@ def learned_tokens(starts: np.ndarray, learned: Iterable[tuple[int, int]]) -> np
 def tokenize(
     documents: Iterable[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
-    """Each document with its token ids `[n]`, without its end; and a conversation's mask `[n]` bool."""
-    parts, dtype = list[np.ndarray](), token_dtype(tokenizer.vocab_size)
+    """Each document with its token ids `[n]`, without the end token, and the mask `[n]` bool of a conversation."""
+    parts, dtype = list[np.ndarray](), store.token_dtype(tokenizer.vocab_size)
     bos = np.array(tokenizer.bos_ids, dtype=dtype)
     for batch in read_ahead(_batches(documents)):
         contents, first = [content for content, _, _ in batch], batch[0][1]
@@ -337,7 +327,7 @@ def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _checked_ids(ids: np.ndarray, document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    """Token ids that the corpus holds, `[n]`, without an end of their own."""
+    """The token ids of a document that holds them, `[n]`, without an end token."""
     if ids.max() >= tokenizer.vocab_size:
         raise DataError(
             f"{document.key} holds the token id {ids.max()}, but the tokenizer has {tokenizer.vocab_size} pieces",
@@ -349,8 +339,8 @@ def _checked_ids(ids: np.ndarray, document: Document, tokenizer: Tokenizer) -> n
 def _batches(documents: Iterable[Document]) -> Iterator[list[Fragment]]:
     """Fragments of the documents in order, in batches of at least BATCH_CHARACTERS, or CHAT_BATCH_CHARACTERS.
 
-    Long texts are cut, so that the tokenizer's memory does not grow with the longest one; not conversations. A cut
-    follows a newline if there is one, because no usual tokenizer joins text across the end of a line.
+    Long texts, but not conversations, are cut, so that the tokenizer's memory does not grow with the longest one. A
+    cut follows a newline if there is one, because usual tokenizers do not join text across the end of a line.
     """
     batch, characters = list[Fragment](), 0
     for document in documents:

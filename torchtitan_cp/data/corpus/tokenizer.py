@@ -17,7 +17,6 @@ import numpy as np
 import sentencepiece
 
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import MIN_PIECES
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.store import read_json, replace_file
 from torchtitan_cp.data.errors import DataError
@@ -43,7 +42,7 @@ class SentencePieceTokenizer:
 
     Args:
         path: the model.
-        bos: whether documents begin with a token of their own, if a tokenizer_config.json beside the file says so.
+        bos: whether documents begin with a BOS token, if a tokenizer_config.json beside the file says so.
 
     Attributes:
         vocab_size: V; every id is below it.
@@ -52,7 +51,7 @@ class SentencePieceTokenizer:
         eos_token: how a chat template writes that token.
         fingerprint: different for every tokenizer.
         path: its file; None if it has none.
-        spaces: what it makes of "   a", before it splits that.
+        spaces: "   a" as the model normalizes it.
 
     Raises:
         DataError: the file holds no model, or one without an end-of-text token.
@@ -80,16 +79,16 @@ class SentencePieceTokenizer:
         self._marks = self._find_marks()
 
     def _find_bos(self, settings: Mapping[str, Any]) -> list[int]:
-        """What transformers' LlamaTokenizer puts before a text, by its tokenizer_config.json; nothing without."""
+        """What transformers' LlamaTokenizer puts before a text, as its tokenizer_config.json says."""
         name = settings.get("bos_token") or "<s>"
         name = name.get("content", "") if isinstance(name, dict) else name
         token = self._processor.piece_to_id(name) if settings.get("add_bos_token") is True else -1
         return [token] if token >= 0 and self._processor.id_to_piece(token) == name else []
 
     def _find_marks(self) -> dict[str, list[int]]:
-        """U+2581 and the byte tokens that spell it; nothing if the model changes text anyway.
+        """U+2581 and the byte tokens that spell it; empty if the model is not lossless anyway.
 
-        SentencePiece writes a space as U+2581, so it would decode a U+2581 of the text as a space.
+        SentencePiece writes a space as U+2581, and would decode a U+2581 that a text contains as a space.
         """
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         adds_prefix = self._processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
@@ -98,13 +97,13 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _special(self) -> dict[str, list[int]]:
-        """The control pieces, and the end of text if it is none."""
+        """The control pieces and the end-of-text token, which need not be one, each with its id."""
         control = filter(self._processor.is_control, range(self.vocab_size))
         return {self._processor.id_to_piece(token): [token] for token in (self.eos_id, *control)}
 
     @cached_property
     def _without_prefix(self) -> Any:
-        """The same model without a space of its own before a text."""
+        """The same model, but it adds no space before a text."""
         return sentencepiece.SentencePieceProcessor(model_proto=self._processor.serialized_model_proto() + NO_PREFIX)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -118,11 +117,11 @@ class SentencePieceTokenizer:
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokens of conversations as a chat template writes them: special tokens are read from the text.
 
-        Of `sentencepiece` these are the control pieces, of `bytes` eos_token. No token is added, nor a space after a
-        special token of `sentencepiece`. Runs on all usable cores.
+        For `sentencepiece` these are the control pieces, for `bytes` it is eos_token. No token is added, and
+        `sentencepiece` adds no space after a special token. Runs on all usable cores.
 
         Returns:
-            for each text its token ids, `[n]` int32, and at which character each begins, `[n]` int64.
+            for each text its token ids, `[n]` int32, and the character at which each begins, `[n]` int64.
         """
         return _encode_parts(texts, {**self._special, **self._marks}, self._encode_with_starts)
 
@@ -151,7 +150,7 @@ class ByteTokenizer:
         """See SentencePieceTokenizer."""
 
         def encode(parts: list[str], behind: bool) -> list[tuple[Any, Any]]:
-            # The other bytes continue a character.
+            # A byte 10xxxxxx continues a character.
             return [(ids, np.cumsum(ids & 0xC0 != 0x80) - 1) for ids in self.encode_batch(parts)]
 
         return _encode_parts(texts, {self.eos_token: [self.eos_id]}, encode)
@@ -166,8 +165,8 @@ class HuggingFaceTokenizer:
 
     Args:
         path: the tokenizer.json.
-        bos: whether documents begin with what its post-processor puts before a text. Like transformers, it
-            ignores what a tokenizer_config.json says of that.
+        bos: whether documents begin with what its post-processor puts before a text. As in transformers,
+            tokenizer_config.json has no say in this.
 
     Raises:
         DataError: the package is missing, or the file is not a tokenizer.json with an end-of-text token.
@@ -207,7 +206,7 @@ class HuggingFaceTokenizer:
         return [np.asarray(row.ids, dtype=np.int32) for row in rows]
 
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See SentencePieceTokenizer. Characters that no token holds, such as spaces, count to the token after them."""
+        """See SentencePieceTokenizer. Characters in no token, such as spaces, belong to the token after them."""
         self._tokenizer.encode_special_tokens = False
         rows = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         self._tokenizer.encode_special_tokens = True
@@ -234,7 +233,7 @@ def _encode_parts(
 
     Args:
         special: ids of special tokens.
-        encode: (parts of text between them, whether they stand behind one) -> ids and starts of each.
+        encode: (parts of text between them, whether they follow one) -> ids and starts of each part.
     """
     pattern = re.compile("(" + "|".join(map(re.escape, special)) + ")")
     split = [pattern.split(text) for text in texts]
@@ -264,10 +263,6 @@ def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     """
     if settings.kind == "bytes":
         return ByteTokenizer()
-    if not settings.path:
-        raise DataError(
-            f"tokenizer.kind = {settings.kind!r} needs tokenizer.path", fix="set tokenizer.path to a tokenizer.json"
-        )
     kind = SentencePieceTokenizer if settings.kind == "sentencepiece" else HuggingFaceTokenizer
     return kind(Path(os.path.expanduser(settings.path)), settings.bos)
 
@@ -276,20 +271,20 @@ def tokenizer_files(settings: TokenizerConfig, tokenizer: Tokenizer, start: Path
     """The files to export with a model's weights: name -> path.
 
     Args:
-        start: folder in Hugging Face's format that training began from. Its files count if it holds the same tokenizer.
+        start: folder of the checkpoint that training began from. Its files are taken if it has the same tokenizer.
     """
     if tokenizer.path is None:
         return {}
-    own = "tokenizer.model" if settings.kind == "sentencepiece" else "tokenizer.json"
+    name = "tokenizer.model" if settings.kind == "sentencepiece" else "tokenizer.json"
     folders = [tokenizer.path.parent] if settings.path else []
-    if start and (start / own).is_file() and (start / own).read_bytes() == tokenizer.path.read_bytes():
+    if start and (start / name).is_file() and (start / name).read_bytes() == tokenizer.path.read_bytes():
         folders.append(start)
-    companions = {name: folder / name for folder in folders for name in COMPANIONS if (folder / name).is_file()}
-    return {**companions, own: tokenizer.path}
+    companions = {file: folder / file for folder in folders for file in COMPANIONS if (folder / file).is_file()}
+    return {**companions, name: tokenizer.path}
 
 
 def vocabulary_size(settings: TokenizerConfig) -> int:
-    """Number of token ids: of the tokenizer's file, or as it will be trained on the corpus.
+    """Number of token ids of the tokenizer's file, or of the one that will be trained on the corpus.
 
     Raises:
         DataError: as load_tokenizer.
@@ -356,26 +351,11 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise _explain(str(error), vocab_size) from error
+        raise DataError(
+            f"SentencePiece cannot train a tokenizer of tokenizer.vocab_size = {vocab_size} on the corpus: {error}",
+            fix="follow what it says, give more text, or set tokenizer.kind = 'bytes'",
+        ) from error
     replace_file(path, model.getvalue())
-
-
-def _explain(message: str, vocab_size: int) -> DataError:
-    """The error for a message of SentencePiece."""
-    if most := re.search(r"too high.*<= (\d+)", message):
-        return DataError(
-            f"the corpus is too small for a tokenizer of tokenizer.vocab_size = {vocab_size} pieces",
-            fix=(f"set tokenizer.vocab_size to at most {most[1]}, " if int(most[1]) >= MIN_PIECES else "")
-            + "give more text, or set tokenizer.kind = 'bytes'",
-        )
-    if least := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return DataError(
-            f"tokenizer.vocab_size = {vocab_size} is less than the number of characters in the corpus",
-            fix=f"set tokenizer.vocab_size to {int(least[1]) + 1} or more",
-        )
-    return DataError(
-        f"SentencePiece could not train a tokenizer: {message}", fix="check data.path, or set tokenizer.path"
-    )
 
 
 def sample_lines(texts: Iterable[str], most_characters: int) -> list[str]:
