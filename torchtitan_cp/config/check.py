@@ -1,5 +1,6 @@
-"""Rules that involve several keys, and whether the run's folder can be written. The bounds of one key are in `key`."""
+"""Rules between keys: what the bounds of one key cannot say. Pure arithmetic and the file system."""
 
+import math
 import re
 import tempfile
 from pathlib import Path
@@ -12,8 +13,11 @@ from torchtitan_cp.config.names import MEASURED, SCHEDULES
 from torchtitan_cp.config.rope import Rope, check_rope
 from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
 
-START_BYTES = 2**16  # about as much as a start writes
-RUN_CONFIG, LOCK_FILE, CHECKPOINTS = "config.toml", ".lock", "checkpoints"  # names in the run's folder
+START_BYTES = 2**16
+# Of the run's folder: two files that every start writes, and a folder.
+RUN_CONFIG, LOCK_FILE, CHECKPOINTS = "config.toml", ".lock", "checkpoints"
+MAX_TOKENS = 1e15  # of a stage
+FLOAT8_ROWS = 16  # of a product in float8
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
@@ -46,7 +50,7 @@ def check_stages(config: Config) -> None:
 
 
 def _check_warmup(config: Config) -> None:
-    """Refuse a warm-up that never reaches the peak. Stages that end by `until` have no fixed number of steps."""
+    """A warm-up that outlasts its steps never reaches the peak. Stages that end by `until` have no known length."""
     stages = config.curriculum.stages
     shared = [stage for stage in stages if stage.lr is None]
     spans: list[tuple[str, LRScheduler, list[Stage]]] = [("lr_scheduler", config.lr_scheduler, shared)]
@@ -64,56 +68,74 @@ def _check_sections(config: Config, ranks: int) -> None:
     """Rules between the sections of the whole run."""
     parallel, fault, stages = config.parallel, config.health.inject, config.curriculum.stages
     if config.checkpoint.export != "no" and not config.checkpoint.enable:
-        raise ConfigError("checkpoint.export needs checkpoint.enable = true", fix="set it, or leave export out")
+        raise ConfigError(
+            "checkpoint.export needs checkpoints, and checkpoint.enable = false",
+            fix='enable checkpoints, or set checkpoint.export = "no"',
+        )
     degrees_tp = {resolve_degrees(parallel, ranks, stage).tp for stage in stages}
     if config.optimizer.state == "8bit" and len(degrees_tp) > 1:
-        # torchao cuts its blocks along the first dim of a matrix only.
-        raise ConfigError("optimizer.state = '8bit' does not work with stages of different tp", fix="keep one tp")
+        raise ConfigError(
+            "optimizer.state = '8bit' does not work with stages of different tp: torchao cuts its blocks along the "
+            "first dimension of a matrix only",
+            fix="keep one tp, or use state = 'float32'",
+        )
     if parallel.async_tp and not (config.compile.enable and max(degrees_tp) > 1):
-        raise ConfigError("parallel.async_tp needs compile.enable = true and tp above 1", fix="set both, or remove it")
+        raise ConfigError(
+            "parallel.async_tp needs the compiler and tensor-parallel ranks",
+            fix="set compile.enable = true and parallel.tp above 1, or leave it out",
+        )
     if parallel.fsdp_cpu_offload and config.optimizer.name == "muon":
         raise ConfigError(
-            "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon'",
+            "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon', whose ranks exchange whole matrices",
             fix="use adamw, or optimizer.offload_state = true instead of parallel.fsdp_cpu_offload",
         )
     for key, folder in (("job.dump_folder", config.job.dump_folder), ("data.cache_folder", config.data.cache_folder)):
         if not folder:
             raise ConfigError(f"{key} is empty", fix=f"name a folder, e.g. --{key}=outputs/mine")
-    named_ranks = {
-        "health.inject.rank": [fault.rank] if fault.step else [],
-        "profiling.ranks": config.profiling.ranks if config.profiling.steps else [],
-    }
-    for key, named in named_ranks.items():
-        if max(named, default=0) >= ranks:
-            raise ConfigError(f"{key} = {max(named)} does not exist on {ranks} ranks", fix=f"use 0 to {ranks - 1}")
+    named = {"health.inject.rank": fault.rank * bool(fault.step)}
+    named["profiling.ranks"] = max((0, *config.profiling.ranks)) if config.profiling.steps else 0
+    for key, rank in named.items():
+        if rank >= ranks:
+            raise ConfigError(f"{key} = {rank} does not exist on {ranks} ranks", fix=f"use 0 to {ranks - 1}")
+    if config.health.on_spike == "trip" and not config.health.spike_threshold:
+        raise ConfigError(
+            "health.on_spike = 'trip' has no effect with health.spike_threshold = 0",
+            fix="set spike_threshold above 0, or leave on_spike out",
+        )
     if fault.step and fault.module and config.compile.enable and fault.where in ("forward", "backward", "gradient"):
-        raise ConfigError("health.inject.module does not work with compile.enable = true", fix="leave module out")
+        raise ConfigError(
+            f"health.inject.module = {fault.module!r} lies inside a block, and compile.enable = true",
+            fix="leave module out to inject into the block itself, or set compile.enable = false",
+        )
 
 
 def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:
-    """Rules between the sections and the keys of a stage that override them."""
+    """Rules between sections and the keys that a stage sets for itself."""
     schedule, compiled = config.parallel.pp_schedule, config.compile.enable
     recomputed = stage.activation.checkpoint or config.activation.checkpoint
     offload = config.activation.offload if stage.activation.offload is None else stage.activation.offload
     relaunches = stage.tp not in (None, config.parallel.tp) or stage.pp not in (None, config.parallel.pp)
     if relaunches and not config.checkpoint.enable:
         raise ConfigError(
-            f"{where} changes tp or pp, which needs checkpoint.enable = true", fix="set it, or keep one tp and pp"
+            f"{where} changes tp or pp, which needs a checkpoint, and checkpoint.enable = false",
+            fix="enable checkpoints, or keep one tp and pp",
         )
     if degrees.pp > 1 and SCHEDULES[schedule].splits_backward:
-        plain = ", ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
+        plain = ", ".join(name for name, known in SCHEDULES.items() if not known.splits_backward)
         split = f"parallel.pp_schedule = {schedule!r} splits the backward of a block, which"
         if compiled:
             raise ConfigError(f"{split} a compiled block cannot", fix=f"use {plain}, or compile.enable = false")
         if recomputed not in ("none", "full"):
-            # Each half of the backward recomputes the block, which torch's selective recomputation allows only once.
+            # It runs the block again for each half, and torch's selective recomputation does so once.
             raise ConfigError(
                 f"{split} activation.checkpoint = {recomputed!r} in {where} does not allow",
                 fix=f"use {plain}, or activation.checkpoint = 'full' or 'none'",
             )
     if config.training.float8 != "none" and degrees.tp > 1:
-        # torchao's layers take whole weights.
-        raise ConfigError("training.float8 does not work with parallel.tp above 1", fix="use dp_shard or cp instead")
+        raise ConfigError(
+            "training.float8 does not work with parallel.tp above 1: torchao's layers take whole weights",
+            fix="use dp_shard or cp for these ranks, or float8 = 'none'",
+        )
     if offload and compiled and config.compile.mode in CUDA_GRAPHS:
         raise ConfigError(
             f"activation.offload does not work with compile.mode = {config.compile.mode!r}: CUDA graphs reuse the "
@@ -124,11 +146,12 @@ def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Deg
 
 def _check_groups(config: Config) -> None:
     for index, rule in enumerate(config.optimizer.groups):
-        problem = "" if rule.match else " has no match"
         try:
             re.compile(rule.match)
         except re.error as error:
             problem = f".match = {rule.match!r} is not a valid regular expression: {error}"
+        else:
+            problem = "" if rule.match else " has no match"
         if problem:
             raise ConfigError(f"optimizer.groups[{index}]{problem}", fix="write e.g. match = 'tok_embeddings|output'")
 
@@ -152,13 +175,15 @@ def _check_passkey(settings: Passkey) -> None:
 def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
     degrees = resolve_degrees(config.parallel, ranks, stage)
     _check_stage_sections(config, stage, where, degrees)
-    for name in ("seq_len", "global_batch_tokens"):
-        if not getattr(stage, name):
-            raise ConfigError(f"{where} has no {name}", fix=f"add {name} = ... to the stage")
+    missing = [name for name in ("seq_len", "global_batch_tokens") if not getattr(stage, name)]
+    if missing:
+        raise ConfigError(f"{where} has no {missing[0]}", fix=f"add {missing[0]} = ... to the stage")
     ends = [name for name in ("steps", "tokens", "until") if getattr(stage, name)]
     if len(ends) != 1:
         has = " and ".join(ends) if ends else "none of steps, tokens and until"
         raise ConfigError(f"{where} has {has}", fix="give one of them")
+    if max(stage.steps * stage.global_batch_tokens, stage.tokens, stage.until.get("max_tokens", 0)) > MAX_TOKENS:
+        raise ConfigError(f"{where}.{ends[0]} asks for more than {MAX_TOKENS:.0e} tokens", fix="make it shorter")
     if stage.until:
         _check_until(config, stage, f"{where}.until")
     cp, tp = degrees.stage_cp(stage), degrees.tp
@@ -172,13 +197,15 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
             f"{unit}",
             fix=f"use {f'{lower} or ' if lower else ''}{lower + unit}, or another cp or tp",
         )
+    _check_float8_rows(config, stage, where, cp)
     check_rope(stage.rope or Rope(), stage.seq_len, f"{where}.rope")
     check_stage_data(config.data, stage.data, stage.seq_len, f"{where}.data")
-    growth_steps = stage.data.growth_steps
-    if growth_steps > stage.most_steps:
+    growth_steps, steps = stage.data.growth_steps, stage.most_steps
+    if growth_steps > steps:
         raise ConfigError(
-            f"{where}.data.growth_steps = {growth_steps} exceeds the stage's {stage.most_steps} steps",
-            fix=f"use at most {stage.most_steps}, so that attention sees {stage.seq_len} tokens in the end",
+            f"{where}.data.growth_steps = {growth_steps} exceeds the stage's {steps} steps, so attention would never "
+            f"see {stage.seq_len} tokens",
+            fix=f"use at most {steps}",
         )
     unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
     if stage.global_batch_tokens % unit:
@@ -192,8 +219,21 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
         _check_micro_batches(stage, where, config.parallel.pp_schedule, degrees.pp, unit)
 
 
+def _check_float8_rows(config: Config, stage: Stage, where: str, cp: int) -> None:
+    """The gradient of a weight sums over a rank's tokens, and a product in float8 over multiples of 16."""
+    tiles, tokens = stage.activation.mlp_tiles or config.activation.mlp_tiles, stage.seq_len // cp
+    rows = config.training.micro_batch_sequences * math.gcd(tokens, -(-tokens // tiles))
+    if config.training.float8 != "none" and rows % FLOAT8_ROWS:
+        unit = FLOAT8_ROWS * cp * tiles
+        raise ConfigError(
+            f"training.float8 multiplies {FLOAT8_ROWS} tokens at a time, and a rank's {tokens} tokens of {where} in "
+            f"{tiles} mlp_tiles are not multiples of {FLOAT8_ROWS}",
+            fix=f"use seq_len = {-(-stage.seq_len // unit) * unit}, other mlp_tiles, or training.float8 = 'none'",
+        )
+
+
 def check_measured_lengths(config: Config, stage: Stage, where: str, cp: int, tp: int) -> None:
-    """Refuse a cp and tp whose ranks cannot share the sequences of an evaluation, which have other lengths."""
+    """Refuse a cp and tp whose ranks cannot share the other lengths at which a stage is measured."""
     evaluation = config.evaluation
     wanted = {f"evaluation.passkey.lengths has {length} tokens": length for length in evaluation.passkey.lengths}
     wanted[f"evaluation.position_seq_len is {evaluation.position_seq_len} tokens"] = evaluation.position_seq_len
@@ -220,7 +260,10 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
             fix=f"e.g. {where} = {{validation_loss = 2.5, max_tokens = 1_000_000_000}}",
         )
     if config.evaluation.interval == 0:
-        raise ConfigError(f"{where} is decided after evaluations, and evaluation.interval is 0", fix="raise it")
+        raise ConfigError(
+            f"{where} is decided after evaluations, and evaluation.interval is 0",
+            fix="set evaluation.interval to a number of steps",
+        )
     sources = config.data.by_name()
     mixture = stage.data.mixture or config.data.mixture or dict.fromkeys(sources, 1.0)
     if not any(mixture.get(name) and source.validation_fraction for name, source in sources.items()):
@@ -228,11 +271,14 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
             f"{where} needs held-out text, but none of the stage's sources holds any out",
             fix="set validation_fraction of a source above 0, or give the stage steps",
         )
-    if stage.until.get("passkey_accuracy", 0) > 1:
-        raise ConfigError(f"{where}.passkey_accuracy is never above 1", fix="use a fraction from 0 to 1")
+    if not 0 <= stage.until.get("passkey_accuracy", 0) <= 1:
+        accuracy = stage.until["passkey_accuracy"]
+        raise ConfigError(f"{where}.passkey_accuracy = {accuracy} is never reached", fix="use a fraction from 0 to 1")
     if "short_loss_rise" in stage.until and stage is config.curriculum.stages[0]:
-        problem = "has short_loss_rise, which compares with the end of the first stage: this one"
-        raise ConfigError(f"{where} {problem}", fix="leave it out here")
+        raise ConfigError(
+            f"{where} has short_loss_rise, which compares with the end of the first stage: this one",
+            fix="leave it out here",
+        )
     passkey = config.evaluation.passkey
     too_long = passkey.lengths and min(passkey.lengths) > stage.seq_len
     if "passkey_accuracy" in stage.until and ("passkey" not in passkey.variants or not passkey.trials or too_long):
@@ -243,7 +289,7 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
 
 
 def _check_micro_batches(stage: Stage, where: str, schedule: str, pp: int, unit: int) -> None:
-    """Refuse too few micro-batches, of `unit` tokens each, for the pipeline; interleaved schedules need full rounds."""
+    """Every schedule but GPipe needs a micro-batch (of `unit` tokens) a pipeline rank; the interleaved ones, rounds."""
     count = stage.global_batch_tokens // unit
     rounds = max(1, count // pp) if schedule.startswith("interleaved") else 1
     if schedule != "gpipe" and (count < pp or count % rounds):
@@ -256,17 +302,24 @@ def _check_micro_batches(stage: Stage, where: str, schedule: str, pp: int, unit:
 
 
 def check_dump_folder(folder: str) -> None:
-    """Make the run's folder, and write about as much to it as a start does.
+    """Make the run's folder, and write as much to it as a start does.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: it, or a file in it that each start writes, cannot be made or written.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
             file.write(bytes(START_BYTES))
+        for path in (Path(folder, RUN_CONFIG), Path(folder, LOCK_FILE)):
+            if path.exists():
+                path.open("a").close()
+        if (checkpoints := Path(folder, CHECKPOINTS)).exists():
+            checkpoints.mkdir(exist_ok=True)  # raises where it is a file
     except OSError as error:
+        name = Path(error.filename or folder).name
+        blocked = f"{name}: " if name in (RUN_CONFIG, LOCK_FILE, CHECKPOINTS) else ""
         raise ConfigError(
-            f"job.dump_folder = {folder!r} cannot be written: {error.strerror}",
+            f"job.dump_folder = {folder!r} cannot be written: {blocked}{error.strerror}",
             fix="free some space, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
         ) from None

@@ -1,6 +1,7 @@
 """[data], [[data.sources]] and what a stage changes of them, with the checks between their keys."""
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -161,10 +162,10 @@ class ResolvedStageData(StageData):
 
 
 def check_sources(data: Data, has_tokenizer: bool) -> None:
-    """Check that each source has a name that no other has, and only keys that its kind reads.
+    """Check that sources have names of their own, and keys that their kind reads.
 
     Args:
-        has_tokenizer: whether [tokenizer] names one; otherwise a tokenizer is trained on the text.
+        has_tokenizer: [tokenizer] names one; otherwise a tokenizer is trained on the text.
 
     Raises:
         ConfigError: the first rule that is broken, with its fix.
@@ -213,38 +214,43 @@ def _check_names(data: Data) -> None:
             )
     taken = [source.name for source in data.sources]
     for index, name in enumerate(taken):
-        if not re.fullmatch(r"[\w.-]+", name) or name in taken[:index]:
+        if not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(
-                f"data.sources[{index}].name = {name!r} is taken or not a name",
-                fix="give each source a name that no other has, of letters, digits, '_', '-' and '.'",
+                f"data.sources[{index}].name = {name!r} is not a name", fix="use letters, digits, '_', '-' and '.'"
             )
+        if name in taken[:index]:
+            raise ConfigError(f"data.sources[{index}].name = {name!r} is taken", fix="give each source its own name")
 
 
-def check_stage_data(data: Data, stage_data: StageData, seq_len: int, where: str) -> None:
+def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> None:
     """Check how a stage reads its text.
 
     Args:
-        stage_data: the stage's own keys.
+        own: the stage's keys; where: their dotted name.
         seq_len: S of the stage, in tokens.
-        where: the dotted key of `stage_data`.
 
     Raises:
         ConfigError: the first rule that is broken, with its fix.
     """
-    sources = set(data.by_name())
-    mixtures = {f"{where}.mixture": stage_data.mixture or {}, "data.mixture": data.mixture}
-    for dotted, table in {**mixtures, "data.max_epochs": data.max_epochs}.items():
-        unknown = sorted(set(table) - sources)
+    known = set(data.by_name())
+    mixtures = {f"{where}.mixture": own.mixture or {}, "data.mixture": data.mixture}
+    for dotted, named in {**mixtures, "data.max_epochs": data.max_epochs}.items():
+        unknown = sorted(set(named) - known)
         if unknown:
             raise ConfigError(
-                f"{dotted} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(sources))}",
+                f"{dotted} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(known))}",
                 fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
             )
     for dotted, mixture in mixtures.items():
-        if mixture and not any(mixture.values()):
-            raise ConfigError(f"{dotted} gives every source the weight 0", fix="give one of them a number above 0")
+        if mixture and not 0 < sum(mixture.values()) < math.inf:
+            raise ConfigError(f"{dotted} needs finite numbers that sum to more than zero", fix="give numbers above 0")
+    mixture = own.mixture or data.mixture or dict.fromkeys(known, 1.0)
+    if not any(data.max_epochs.get(name) != 0 for name, weight in mixture.items() if weight):
+        raise ConfigError(
+            f"data.max_epochs is 0 for every source that {where} reads", fix="give one of them a number above 0"
+        )
     for length, other in (("short_seq_len", "short_share"), ("growth_from", "growth_steps")):
-        tokens, value = getattr(stage_data, length), getattr(stage_data, other)
+        tokens, value = getattr(own, length), getattr(own, other)
         if bool(tokens) != bool(value) or tokens >= seq_len:
             raise ConfigError(
                 f"{where} has {length} = {tokens} and {other} = {value}",

@@ -11,11 +11,11 @@ ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks along each axis of the mesh, outermost first, with -1 resolved.
+    """Ranks along each axis of the mesh, outermost first; none is -1.
 
     Attributes:
         fsdp: ranks the parameters are sharded over, dp_shard x cp. It is the same in every stage.
-        ep: how many of the fsdp ranks share a layer's experts; it adds no ranks.
+        ep: of these, the ranks that share the experts; it adds none.
     """
 
     pp: int
@@ -30,7 +30,7 @@ class Degrees:
         return self.dp_shard * self.cp
 
     def stage_cp(self, stage: Stage) -> int:
-        """Context-parallel degree of a stage: all FSDP ranks if it says -1, [parallel]'s if it says nothing."""
+        """Context-parallel degree of a stage: its own, all FSDP ranks for -1, or [parallel]'s."""
         if stage.cp is None:
             return self.cp
         return self.fsdp if stage.cp == -1 else stage.cp
@@ -43,8 +43,7 @@ class Degrees:
         """Refuse a degree that does not divide the FSDP ranks, naming those that do.
 
         Args:
-            key: dotted name of the degree.
-            other_fix: what else the user may do.
+            key: dotted, of the degree; other_fix: what else the user may do.
         """
         if self.fsdp % degree:
             divisors = ", ".join(str(number) for number in range(1, self.fsdp + 1) if self.fsdp % number == 0)
@@ -54,12 +53,12 @@ class Degrees:
             )
 
     def tokens_per_round(self, stage: Stage, micro_batch_sequences: int) -> int:
-        """Tokens in one micro-batch of all ranks; those of a step are a multiple."""
+        """Tokens that a stage's ranks read at once; a step has a multiple of them."""
         return stage.seq_len * self.stage_dp(stage) * micro_batch_sequences
 
 
 def length_unit(cp: int, tp: int) -> int:
-    """The number that must divide a sequence's tokens, so that cp x tp ranks can share it."""
+    """What a sequence's tokens must be a multiple of, so that cp x tp ranks can share it; without cp not of 2."""
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
 
 
@@ -67,32 +66,35 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
     """Fill the one -1 of [parallel] so that the product is `ranks`.
 
     Args:
-        stage: if it sets tp or pp, these replace the degrees of [parallel].
+        stage: its tp and pp, where it has its own, replace those of [parallel].
 
     Raises:
-        ConfigError: two degrees are -1, the product is not `ranks`, or ep does not divide dp_shard x cp.
+        ConfigError: two of -1, a product that is not `ranks`, or experts' ranks that do not divide dp_shard x cp.
     """
-    stage_degrees = {name: degree for name in ("tp", "pp") if (degree := getattr(stage, name, None)) is not None}
-    degrees = {name: getattr(parallel, name) for name in ORDER} | stage_degrees
+    own = {name: degree for name in ("tp", "pp") if (degree := getattr(stage, name, None)) is not None}
+    degrees = {name: getattr(parallel, name) for name in ORDER} | own
     text = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1) or "every degree 1"
     open_axes = [name for name, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
         raise ConfigError(
             f"{' and '.join('parallel.' + name for name in open_axes)} are all -1", fix="set -1 for one of them"
         )
-    product = math.prod(degree for degree in degrees.values() if degree != -1)
-    if ranks % product or (not open_axes and product != ranks):
-        of_stage = " and ".join(f"{name} = {degree}" for name, degree in stage_degrees.items())
-        of_stage = f" with {of_stage} of a stage" if of_stage else ""
-        problem = "does not divide them" if open_axes else "are needed"
-        fix = f"change a degree, or start {'a multiple of ' if open_axes else ''}{product} ranks in the job"
-        fix += f" (on one node: NPROC={product} ./run_train.sh)"
+    known = math.prod(degree for degree in degrees.values() if degree != -1)
+    if ranks % known or (not open_axes and known != ranks):
+        fits = f"start a multiple of {known} ranks" if open_axes else f"start {known} ranks"
+        fix = f"{fits} in the job (on one node: NPROC={known} ./run_train.sh), "
+        fix += "or change a degree" if open_axes else "change a degree, or set one to -1"
+        of_stage = ""
+        if own:  # other stages may need another number
+            of_stage = f" with {' and '.join(f'{name} = {degree}' for name, degree in own.items())} of a stage"
+            fix = "set parallel.dp_shard = -1, or " * (not open_axes) + "change the stage's tp or pp"
         raise ConfigError(
-            f"[parallel]{of_stage} asks for {text} and the job has {ranks} ranks: {product} {problem}",
-            fix=fix if open_axes else f"set one degree of [parallel] to -1, which takes what is left, {fix}",
+            f"[parallel]{of_stage} asks for {text} and the job has {ranks} ranks: {known} "
+            + ("does not divide them" if open_axes else "are needed"),
+            fix=fix,
         )
     if open_axes:
-        degrees[open_axes[0]] = ranks // product
+        degrees[open_axes[0]] = ranks // known
     resolved = Degrees(**degrees, ep=parallel.ep)
     resolved.check_divides_fsdp("parallel.ep", resolved.ep)
     return resolved

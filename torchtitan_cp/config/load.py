@@ -19,7 +19,7 @@ from torchtitan_cp.config.key import check_range
 from torchtitan_cp.config.sections import Config, Rope
 
 OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:[.\[][\w.\[\]-]*)?)=(.*)", re.DOTALL)
-# For each type of a key: what the value must be, and how to write one.
+# What a value must be, and how to write one.
 TOML_TYPES = {
     int: ("an integer", "write digits alone, e.g. 8"),
     float: ("a number", "write it without quotes, e.g. 0.5"),
@@ -57,12 +57,16 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"cannot read {path}: {error.strerror}", fix="give an existing file, e.g. train_configs/quickstart.toml"
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}", fix="give a TOML file saved as UTF-8") from None
+        raise ConfigError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", fix="give a TOML file saved as UTF-8"
+        ) from None
     except tomli.TOMLDecodeError as error:
         raise ConfigError(
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}",
             fix="the file must be TOML: [section] lines, and key = value with strings in quotes",
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}", fix="give a smaller number, or nest lists less deeply") from None
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
@@ -76,7 +80,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         node = node.setdefault(step, {}) if isinstance(node, dict) else node[_index(node, step, override)]
     try:
         value = tomli.loads(f"value = {match[2]}")["value"]
-    except tomli.TOMLDecodeError:  # a bare word
+    except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond Python's limits
         value = match[2]
     node[last if isinstance(node, dict) else _index(node, last, override)] = value
 
@@ -89,7 +93,7 @@ def _index(node: Any, step: str, override: str) -> int:
 
 
 def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
-    """Convert a value of the TOML to `kind`, a section or the type of a key.
+    """Make `kind` (a section, or the type of a key) from what the TOML holds.
 
     Raises:
         ConfigError: naming `file` and the dotted key `where`.
@@ -107,6 +111,10 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
     if origin is dict and isinstance(value, dict) and items[1] is not Any:
         return {name: build(items[1], entry, where=f"{where}.{name}", file=file) for name, entry in value.items()}
     plain = origin or kind
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{file}: {where} is beyond TOML's integers of 64 bits", fix="give a smaller number")
+    if type(value) is str and "\0" in value:
+        raise ConfigError(f"{file}: {where} holds a NUL character", fix="leave it out")
     if plain is float and type(value) is int:
         return float(value)
     if plain is str and type(value) is float and not math.isfinite(value):
@@ -126,8 +134,8 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
         dotted = f"{where}.{name}" if where else name
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-            fix = f"did you mean {near[0]}?" if near else "known here: " + ", ".join(sorted(fields))
-            raise ConfigError(f"{file}: unknown {'key' if where else 'section'} {dotted}", fix=fix)
+            known = f"did you mean {near[0]}?" if near else "known here: " + ", ".join(sorted(fields))
+            raise ConfigError(f"{file}: unknown {'key' if where else 'section'} {dotted}", fix=known)
         values[name] = build(hints[name], value, where=dotted, file=file)
         check_range(values[name], fields[name].metadata, f"{file}: {dotted}")
     section = kind(**values)
@@ -137,5 +145,5 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved config as TOML, without unset keys (TOML has no null). Reading it back gives the same config."""
+    """The resolved config as TOML, without unset keys, as it has no null; reading it back gives the same config."""
     return tomli_w.dumps(dataclasses.asdict(config, dict_factory=lambda keys: {k: v for k, v in keys if v is not None}))

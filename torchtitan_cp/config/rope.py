@@ -25,10 +25,10 @@ class Rope:
         mscale: yarn: numerator of DeepSeek's attention factor; 0: the paper's
         mscale_all_dim: yarn: its denominator; given with mscale
         truncate: yarn: the blend starts and ends at whole dimensions
-        long_factor: longrope: divisors of the head_dim / 2 frequencies; 1 leaves one unchanged
+        long_factor: longrope: divisors of the head_dim / 2 frequencies
         short_factor: longrope: divisors in stages up to original_seq_len; default: long_factor
 
-    `omitted` are the keys that the TOML file leaves out. If the model has a config.json, they come from there.
+    `omitted` are the keys that a TOML file leaves out: they come from the config.json that the model has, if any.
     """
 
     omitted: ClassVar[tuple[str, ...]] = ()
@@ -44,8 +44,8 @@ class Rope:
     mscale: float = key(0.0, least=0, read_by=("yarn",))
     mscale_all_dim: float = key(0.0, least=0, read_by=("yarn",))
     truncate: bool = key(True, read_by=("yarn",))
-    long_factor: tuple[float, ...] = key((), least=1e-9, read_by=("longrope",))
-    short_factor: tuple[float, ...] = key((), least=1e-9, read_by=("longrope",))
+    long_factor: tuple[float, ...] = key((), read_by=("longrope",))
+    short_factor: tuple[float, ...] = key((), read_by=("longrope",))
 
 
 KEYS_BY_KIND = {
@@ -62,24 +62,35 @@ def check_rope(rope: Rope, seq_len: int, where: str) -> None:
         where: the dotted key of `rope`.
 
     Raises:
-        ConfigError: a key is set that the kind does not read, one is missing, or two exclude each other.
+        ConfigError: a key that the kind does not read, one it lacks, or keys that exclude each other.
     """
     check_read_keys(rope, "kind", where)
     if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise ConfigError(f"{where}: high_freq_factor must be above low_freq_factor", fix="use e.g. 1 and 4")
     if rope.kind == "yarn":
         _check_yarn(rope, where)
-    keys = KEYS_BY_KIND[rope.kind]
-    if "original_seq_len" in keys:
+    if not all(number > 0 for number in (*rope.long_factor, *rope.short_factor)):
+        raise ConfigError(
+            f"{where}: long_factor and short_factor divide, so each number must be above 0",
+            fix="use 1 to leave a frequency alone",
+        )
+    takes = KEYS_BY_KIND[rope.kind]
+    if "original_seq_len" in takes:
         _check_original(rope, seq_len, where)
     scales = rope.factor > 1 or (rope.kind == "longrope" and rope.attention_factor)
-    if "factor" in keys and not scales:
-        raise ConfigError(f"{where} has kind = {rope.kind!r} and no factor", fix="add it, e.g. factor = 8")
-    if "long_factor" in keys and not rope.long_factor:
+    if "factor" in takes and not scales:
+        longer = rope.original_seq_len and seq_len > rope.original_seq_len
+        ratio = f"{seq_len / rope.original_seq_len:g}" if longer else "8"
+        raise ConfigError(f"{where} has kind = {rope.kind!r} and no factor", fix=f"add factor = {ratio} or another")
+    if "long_factor" in takes and not rope.long_factor:
         raise ConfigError(f"{where} has kind = 'longrope' and no long_factor", fix="give head_dim / 2 numbers")
 
 
 def _check_yarn(rope: Rope, where: str) -> None:
+    if rope.theta == 1:
+        raise ConfigError(
+            f"{where}.theta = 1 turns all pairs at the same speed, and yarn needs different ones", fix="use e.g. 10000"
+        )
     if not 0 < rope.beta_slow < rope.beta_fast:
         raise ConfigError(f"{where}: beta_fast must be above beta_slow, and that above 0", fix="use e.g. 32 and 1")
     if bool(rope.mscale) != bool(rope.mscale_all_dim):
@@ -96,9 +107,9 @@ def _check_original(rope: Rope, seq_len: int, where: str) -> None:
         )
     # Llama 3.1's scaling belongs to its weights, at any length.
     if rope.original_seq_len > seq_len and not rope.short_factor and rope.kind != "llama3":
+        way = f"give an original_seq_len of at most {seq_len}, or leave the rope out of this stage"
+        way = "give short_factor for such stages" if rope.kind == "longrope" else way
         raise ConfigError(
             f"{where}.original_seq_len = {rope.original_seq_len} is longer than the stage's seq_len = {seq_len}",
-            fix="give short_factor for such stages"
-            if rope.kind == "longrope"
-            else f"give an original_seq_len of at most {seq_len}, or leave the rope out of this stage",
+            fix=way,
         )

@@ -14,6 +14,7 @@ from torchtitan_cp.config.key import key
 from torchtitan_cp.config.rope import Rope
 
 MAX_SECONDS = 1e8  # three years; torch counts in nanoseconds
+MIN_PIECES = 300  # smallest trained vocabulary: it contains the 256 bytes
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Tokenizer:
     kind: str = key("sentencepiece", choices=("sentencepiece", "bytes", "huggingface"))
     path: str = key("", read_by=("sentencepiece", "huggingface"))
     bos: bool = True
-    vocab_size: int = key(4096, least=300)  # the 256 bytes are among them
+    vocab_size: int = key(4096, least=MIN_PIECES)
 
     @property
     def trained(self) -> bool:

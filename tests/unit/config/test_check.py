@@ -80,6 +80,11 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
         (dataclasses.replace(STAGE, global_batch_tokens=3000), 2, "is not a multiple of seq_len 1024 x 2 sequences"),
         (dataclasses.replace(STAGE, global_batch_tokens=3000), 2, "fix: use 4096"),
         (dataclasses.replace(STAGE, steps=0), 1, "has none of steps, tokens and until"),
+        (
+            dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0, "max_tokens": 1e30}),
+            1,
+            "until asks for more than 1e+15 tokens",
+        ),
         (dataclasses.replace(STAGE, tokens=5), 1, "has steps and tokens"),
         (
             dataclasses.replace(STAGE, steps=0, until={"accuracy": 1.0}),
@@ -101,10 +106,13 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
             1,
             "data.mixture names 'books', and the sources are corpus",
         ),
-        (
-            dataclasses.replace(STAGE, data=StageData(mixture={"corpus": 0.0})),
-            1,
-            "curriculum.stages[0].data.mixture gives every source the weight 0",
+        *(
+            (
+                dataclasses.replace(STAGE, data=StageData(mixture={"corpus": weight})),
+                1,
+                "needs finite numbers that sum to more than zero",
+            )
+            for weight in (0.0, -1.0, float("inf"), float("nan"))
         ),
         (dataclasses.replace(STAGE, data=StageData(short_share=0.5)), 1, "give both, with a length below 1024"),
         (
@@ -115,7 +123,7 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
         (
             dataclasses.replace(STAGE, steps=0, tokens=4 * 8192 + 1, data=StageData(growth_from=512, growth_steps=6)),
             1,
-            "growth_steps = 6 exceeds the stage's 5 steps\n  fix: use at most 5, so that attention sees 1024 tokens",
+            "growth_steps = 6 exceeds the stage's 5 steps, so attention would never see 1024 tokens",
         ),
         (dataclasses.replace(STAGE, seq_len=0), 1, "curriculum.stages[0] has no seq_len"),
         (dataclasses.replace(STAGE, global_batch_tokens=0), 1, "curriculum.stages[0] has no global_batch_tokens"),
@@ -181,6 +189,15 @@ def test_a_run_without_a_folder_is_refused() -> None:
     assert "data.cache_folder is empty\n  fix: name a folder" in refuse(config_with(data=Data(cache_folder="")), 1)
 
 
+def test_a_source_that_may_never_be_read_is_refused() -> None:
+    wanted = "data.max_epochs is 0 for every source that curriculum.stages[0].data reads\n  fix: give one of them"
+    assert wanted in refuse(config_with(data=Data(max_epochs={"corpus": 0.0})), 1)
+    sources = (BOOKS, dataclasses.replace(BOOKS, name="code"))
+    check_config(config_with(data=Data(sources=sources, max_epochs={"code": 0.0})), 1)
+    mixture = {"books": 0.0, "code": 1.0}
+    assert wanted in refuse(config_with(data=Data(sources=sources, mixture=mixture, max_epochs={"code": 0.0})), 1)
+
+
 def test_no_stage_is_refused() -> None:
     assert "there is no stage to train" in refuse(Config(), 1)
 
@@ -205,7 +222,7 @@ def test_no_stage_is_refused() -> None:
         ),
         (
             {"parallel": Parallel(tp=2, async_tp=True)},
-            "parallel.async_tp needs compile.enable = true and tp above 1\n  fix: set both",
+            "parallel.async_tp needs the compiler and tensor-parallel ranks\n  fix: set compile.enable",
         ),
         (
             {"parallel": Parallel(tp=2), "training": Training(float8="rowwise")},
@@ -265,6 +282,18 @@ def test_what_the_dimensions_cannot_deal_out_is_refused_with_the_way_to_mend_it(
             {"parallel": Parallel(tp=2, async_tp=True), "compile": Compile(enable=True)},
             "parallel.async_tp needs",
         ),
+        (
+            {"activation": StageActivation(mlp_tiles=3)},
+            {"training": Training(float8="rowwise")},
+            "a rank's 1024 tokens of curriculum.stages[0] in 3 mlp_tiles are not multiples of 16\n"
+            "  fix: use seq_len = 1056",
+        ),
+        (
+            {"cp": 2},
+            {"training": Training(float8="tensorwise"), "activation": Activation(mlp_tiles=64)},
+            "a rank's 512 tokens of curriculum.stages[0] in 64 mlp_tiles are not multiples of 16\n"
+            "  fix: use seq_len = 2048",
+        ),
     ],
 )
 def test_what_a_stage_sets_for_itself_is_checked_too(
@@ -300,6 +329,13 @@ def test_a_dump_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         check_dump_folder(str(tmp_path / "file" / "run"))
     check_dump_folder(str(tmp_path / "new" / "run"))
     assert list((tmp_path / "new" / "run").iterdir()) == []
+    (tmp_path / "new" / "run" / "config.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"job.dump_folder = .*run' cannot be written: config.toml: Is a directory"):
+        check_dump_folder(str(tmp_path / "new" / "run"))
+    (tmp_path / "new" / "run" / "config.toml").rmdir()
+    (tmp_path / "new" / "run" / "checkpoints").touch()
+    with pytest.raises(ConfigError, match=r"job.dump_folder = .*run' cannot be written: checkpoints: File exists"):
+        check_dump_folder(str(tmp_path / "new" / "run"))
 
 
 @pytest.mark.parametrize(
@@ -322,12 +358,9 @@ BOOKS = DataSource(name="books", source="text", path="books")
     [
         (Data(path="books", sources=(BOOKS,)), "data.path is set beside [[data.sources]], and none of them reads it"),
         (Data(min_document=5, sources=(BOOKS,)), "fix: move min_document into the tables it is meant for"),
-        (Data(sources=(BOOKS, BOOKS)), "data.sources[1].name = 'books' is taken or not a name\n  fix: give each"),
-        (Data(sources=(BOOKS, DataSource())), "data.sources[1].name = '' is taken or not a name"),
-        (
-            Data(sources=(dataclasses.replace(BOOKS, name="a b"),)),
-            "data.sources[0].name = 'a b' is taken or not a name",
-        ),
+        (Data(sources=(BOOKS, BOOKS)), "data.sources[1].name = 'books' is taken\n  fix: give each source its own name"),
+        (Data(sources=(BOOKS, DataSource())), "data.sources[1].name = '' is not a name\n  fix: use letters"),
+        (Data(sources=(dataclasses.replace(BOOKS, name="a b"),)), "data.sources[0].name = 'a b' is not a name"),
         (
             Data(path="books"),
             "data.path does nothing with source = 'python-stdlib'\n  fix: remove it, or use source = 'text'",
@@ -405,7 +438,7 @@ def test_a_gate_that_nothing_measures_is_refused() -> None:
         config_with(gated, evaluation=Evaluation(interval=5)), 1
     )
     gated = dataclasses.replace(STAGE, steps=0, until={"passkey_accuracy": 90.0, "max_tokens": 9000.0})
-    assert "until.passkey_accuracy is never above 1\n  fix: use a fraction" in refuse(
+    assert "until.passkey_accuracy = 90.0 is never reached\n  fix: use a fraction" in refuse(
         config_with(gated, evaluation=Evaluation(interval=5)), 1
     )
     gated = dataclasses.replace(STAGE, steps=0, until={"passkey_accuracy": 0.9, "max_tokens": 9000.0})
@@ -419,4 +452,9 @@ def test_a_stages_own_degrees_are_named_where_they_do_not_fit() -> None:
     stage = dataclasses.replace(STAGE, tp=2)
     message = refuse(config_with(STAGE, stage, parallel=Parallel(dp_shard=2)), 2)
     assert "[parallel] with tp = 2 of a stage asks for dp_shard 2 x tp 2 and the job has 2 ranks" in message
-    assert "fix: set one degree of [parallel] to -1, which takes what is left, change a degree, or start" in message
+    assert "fix: set parallel.dp_shard = -1, or change the stage's tp or pp" in message
+
+
+def test_tripping_on_spikes_needs_a_threshold() -> None:
+    message = refuse(config_with(health=Health(on_spike="trip", spike_threshold=0.0)), 1)
+    assert "health.on_spike = 'trip' has no effect with" in message

@@ -59,6 +59,11 @@ def test_a_nested_key_of_a_stage_is_named_by_its_place(tmp_path: Path) -> None:
         ("[checkpoint]\nenable = 1", "checkpoint.enable must be true or false, got 1"),
         ("[job]\ndump_folder = 3", "job.dump_folder must be a string, got 3"),
         ("training = 3", "training must be a table, got 3"),
+        ('[job]\ndump_folder = "a\\u0000b"', "job.dump_folder holds a NUL character"),
+        (f"[optimizer]\nlr = 1{'0' * 400}", "optimizer.lr is beyond TOML's integers of 64 bits"),
+        (f"[[curriculum.stages]]\ntokens = 1{'0' * 400}", "stages[0].tokens is beyond TOML's integers of 64 bits"),
+        (f"[optimizer]\nlr = 1{'0' * 5000}", "run.toml: Exceeds the limit (4300 digits)"),
+        (f"[optimizer]\nlr = {'[' * 3000}", "run.toml: TOML inline arrays/tables are nested more than"),
         ("[curriculum]\nstages = 3", "curriculum.stages must be a list, got 3"),
         ("[model]\noverrides = 3", "model.overrides must be a table, got 3"),
         ("[training]\nseed = -1", "training.seed = -1 is too small"),
@@ -196,6 +201,8 @@ def test_overrides_win_and_reach_into_stages(tmp_path: Path) -> None:
         ("training.seed=7", "write --section.key=value"),
         ("--curriculum.stages[3].steps=1", "[3] does not exist in a list of 1"),
         ("--training.seed.x=1", "[x] does not exist in the value 1"),
+        (f"--optimizer.lr=1{'0' * 5000}", "optimizer.lr must be a number, got '1000"),
+        (f"--training.seed={'[' * 3000}", "training.seed must be an integer, got '[[["),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, wanted: str) -> None:

@@ -190,8 +190,11 @@ def config_of(rope: Rope) -> Config:
             ".beta_fast does nothing with kind = 'ntk'\n  fix: remove it, or",
         ),
         (Rope(kind="linear", factor=2.0, long_factor=(2.0,)), ".long_factor does nothing with kind = 'linear'"),
-        (Rope(kind="ntk"), " has kind = 'ntk' and no factor\n  fix: add it, e.g. factor = 8"),
-        (Rope(kind="yarn", original_seq_len=4096), " has kind = 'yarn' and no factor"),
+        (Rope(kind="ntk"), " has kind = 'ntk' and no factor\n  fix: add factor = 8 or another"),
+        (
+            Rope(kind="yarn", original_seq_len=4096),
+            " has kind = 'yarn' and no factor\n  fix: add factor = 4 or another",
+        ),
         (dataclasses.replace(YARN, factor=1.0, attention_factor=1.5), " has kind = 'yarn' and no factor"),
         (dataclasses.replace(LONGROPE, factor=1.0), " has kind = 'longrope' and no factor"),
         (Rope(kind="yarn", factor=4.0), " has kind = 'yarn' and original_seq_len = 0\n  fix: set it to the length"),
@@ -210,6 +213,10 @@ def config_of(rope: Rope) -> Config:
             " has kind = 'longrope' and no long_factor\n  fix: give head_dim / 2",
         ),
         (
+            dataclasses.replace(LONGROPE, long_factor=(1.0, 0.0)),
+            ": long_factor and short_factor divide, so each number must be above 0\n  fix: use 1",
+        ),
+        (
             dataclasses.replace(YARN, beta_fast=1.0),
             ": beta_fast must be above beta_slow, and that above 0\n  fix: use e.g. 32",
         ),
@@ -219,6 +226,7 @@ def config_of(rope: Rope) -> Config:
             dataclasses.replace(YARN, mscale=1.0, mscale_all_dim=1.0, attention_factor=1.2),
             " has attention_factor, which overrides mscale\n  fix: give one of them",
         ),
+        (dataclasses.replace(YARN, theta=1.0), ".theta = 1 turns all pairs at the same speed"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused_with_the_way_to_mend_it(rope: Rope, wanted: str) -> None:
@@ -253,6 +261,7 @@ def test_keys_that_go_together_pass(rope: Rope) -> None:
             8,
             "rope.short_factor has 1 numbers, and head_dim = 8 has 4 pairs\n  fix: give 4 numbers, one for each pair",
         ),
+        (Rope(kind="ntk", factor=2.0), 2, "rope.kind = 'ntk' needs more than the one pair of head_dim = 2"),
     ],
 )
 def test_a_scaling_that_the_heads_cannot_take_is_refused(rope: Rope, head_dim: int, wanted: str) -> None:

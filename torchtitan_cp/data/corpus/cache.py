@@ -168,12 +168,13 @@ class CacheBuilder:
 
     def _training_texts(self, corpora: Collection[Corpus]) -> Iterator[str]:
         """The text of every document that is not held out. Skipped records are logged later, by the tokenizing pass."""
-        activity = "reading text to train a tokenizer on"
         for corpus in corpora:
-            for document in corpus.log_progress(corpus.documents(SkippedRecords(quiet=True)), activity):
-                self._check_stop(activity)
-                if isinstance(document.content, str) and not document.held_out:
-                    yield document.content
+            with corpus.show_progress("reading text to train a tokenizer on") as update:
+                for document in corpus.documents(SkippedRecords(quiet=True)):
+                    update(document.read_bytes)
+                    self._check_stop("reading text to train a tokenizer on")
+                    if isinstance(document.content, str) and not document.held_out:
+                        yield document.content
 
     def _tokenize(self, name: str, corpus: Corpus, tokenizer: Tokenizer) -> Path:
         """The folder of a source's tokens, named for everything that they depend on; it is made if not finished."""
@@ -189,16 +190,13 @@ class CacheBuilder:
         with self._lock():
             if not _damage_of(folder):
                 return folder
-            if folder.exists():
-                message = "the prepared corpus in %s is damaged (%s); it is made again"
-                logger.warning(message, folder, _damage_of(folder))
-            megabytes = corpus.size_bytes / 1e6
-            logger.info("preparing %s: %d files, %.2f MB, in %s", name, len(corpus.files), megabytes, folder)
+            _log_reason(folder, name, corpus, settings)
             _remove_stale(partial, settings)
             try:
                 partial.mkdir(exist_ok=True)
                 made = Tokenization(corpus, tokenizer, partial, settings, self.stop_requested).run()
-                manifest = {"format_version": FORMAT_VERSION, "settings": settings, **made}
+                inputs = {"corpus_fingerprint": corpus.fingerprint, "tokenizer_fingerprint": tokenizer.fingerprint}
+                manifest = {"format_version": FORMAT_VERSION, "settings": settings, **inputs, **made}
                 write_json(partial / MANIFEST_FILE, manifest)
                 if _damage_of(folder):  # on NFS the finished folder of another node may appear late
                     shutil.rmtree(folder, ignore_errors=True)
@@ -251,3 +249,18 @@ def _remove_stale(partial: Path, settings: dict[str, Any]) -> None:
         journal = read_journal(other)
         if journal is None or (journal["settings"] == settings and other != partial):
             shutil.rmtree(other)
+
+
+def _log_reason(folder: Path, name: str, corpus: Corpus, settings: dict[str, Any]) -> None:
+    """Log what is built, and why if the folder is damaged or an input changed since a build with the same settings."""
+    if folder.exists():
+        logger.warning("the prepared corpus in %s is damaged (%s); it is made again", folder, _damage_of(folder))
+    for path in folder.parent.glob(f"*/{MANIFEST_FILE}"):
+        earlier = read_json(path)
+        if path.parent != folder and earlier and earlier["settings"] == settings:
+            what = "tokenizer" if earlier["corpus_fingerprint"] == corpus.fingerprint else "corpus"
+            message = "the %s changed since %s was made; the tokens are made again (that folder is no longer needed)"
+            logger.warning(message, what, path.parent)
+            break
+    files = f"{len(corpus.files)} file{'s' * (len(corpus.files) != 1)}"
+    logger.info("preparing %s: %s, %.2f MB, in %s", name, files, corpus.size_bytes / 1e6, folder)

@@ -4,11 +4,15 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.data.corpus.chat import ChatTemplate, read_conversation
@@ -108,19 +112,32 @@ class Corpus:
                 "with these fields",
             )
 
-    def log_progress(self, documents: Iterator[Document], title: str) -> Iterator[Document]:
-        """The same documents; a line in the log now and then says how much of the corpus is read.
+    @contextmanager
+    def show_progress(self, title: str) -> Iterator[Callable[[int], None]]:
+        """Show the progress of one pass: a bar on a terminal, elsewhere a line in the log now and then.
 
         Args:
             title: what is being done, e.g. `tokenizing`.
+
+        Returns:
+            a function to call with the bytes that are done, counted from the corpus's beginning.
         """
+        console = Console(stderr=True)
+        columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+        bar = Progress(TextColumn(title), *columns, console=console, disable=not console.is_terminal)
+        task = bar.add_task(title, total=self.size_bytes or None)
         total = f" of {self.size_bytes / 1e6:.0f}" if self.size_bytes else ""
         next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
-        for document in documents:
-            if time.monotonic() >= next_log_seconds:
+
+        def update(done_bytes: int) -> None:
+            nonlocal next_log_seconds
+            bar.update(task, completed=done_bytes)
+            if bar.disable and time.monotonic() >= next_log_seconds:
                 next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
-                logger.info("%s: %.0f%s MB", title, document.read_bytes / 1e6, total)
-            yield document
+                logger.info("%s: %.0f%s MB", title, done_bytes / 1e6, total)
+
+        with bar:
+            yield update
 
 
 def _join(documents: Iterator[Document]) -> Iterator[Document]:

@@ -134,9 +134,11 @@ class Tokenization:
         first_file, skipped, read = self.state.place
         self.skipped = SkippedRecords(skipped, quiet=quiet)
         rest = islice(self.corpus.documents(self.skipped, first_file, self.state.held_out_key), read, None)
-        for document, ids, mask in tokenize(self.corpus.log_progress(rest, "tokenizing"), self.tokenizer):
-            self._write(document, ids, mask)
-            self._check_stop()
+        with self.corpus.show_progress("tokenizing") as update:
+            for document, ids, mask in tokenize(rest, self.tokenizer):
+                self._write(document, ids, mask)
+                update(document.read_bytes)
+                self._check_stop()
         if self.skipped.counts and not quiet:
             logger.warning("skipped in the corpus: %s", self.skipped.summary())
 

@@ -17,6 +17,7 @@ import numpy as np
 import sentencepiece
 
 from torchtitan_cp.config.extras import import_extra
+from torchtitan_cp.config.sections import MIN_PIECES
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.store import read_json, replace_file
 from torchtitan_cp.data.errors import DataError
@@ -65,6 +66,8 @@ class SentencePieceTokenizer:
             self.vocab_size: int = self._processor.vocab_size()
         except (RuntimeError, OSError) as error:
             raise _not_a_model(path, "a SentencePiece model", error) from error
+        if not self.vocab_size:
+            raise _not_a_model(path, "a SentencePiece model", "it is empty")
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
             raise DataError(
@@ -263,6 +266,10 @@ def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     """
     if settings.kind == "bytes":
         return ByteTokenizer()
+    if not settings.path:
+        raise DataError(
+            f"tokenizer.kind = {settings.kind!r} needs tokenizer.path", fix="set tokenizer.path to a tokenizer.json"
+        )
     kind = SentencePieceTokenizer if settings.kind == "sentencepiece" else HuggingFaceTokenizer
     return kind(Path(os.path.expanduser(settings.path)), settings.bos)
 
@@ -351,11 +358,26 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(
-            f"SentencePiece cannot train a tokenizer of tokenizer.vocab_size = {vocab_size} on the corpus: {error}",
-            fix="follow what it says, give more text, or set tokenizer.kind = 'bytes'",
-        ) from error
+        raise _explain(str(error), vocab_size) from error
     replace_file(path, model.getvalue())
+
+
+def _explain(message: str, vocab_size: int) -> DataError:
+    """The error for a message of SentencePiece."""
+    if most := re.search(r"too high.*<= (\d+)", message):
+        return DataError(
+            f"the corpus is too small for a tokenizer of tokenizer.vocab_size = {vocab_size} pieces",
+            fix=(f"set tokenizer.vocab_size to at most {most[1]}, " if int(most[1]) >= MIN_PIECES else "")
+            + "give more text, or set tokenizer.kind = 'bytes'",
+        )
+    if least := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        return DataError(
+            f"tokenizer.vocab_size = {vocab_size} is less than the number of characters in the corpus",
+            fix=f"set tokenizer.vocab_size to {int(least[1]) + 1} or more",
+        )
+    if "sentences_.empty()" in message:
+        return DataError("the corpus holds only whitespace: no tokenizer can be trained on it", fix="check data.path")
+    return DataError(f"SentencePiece could not train a tokenizer: {message}", fix="give a model with tokenizer.path")
 
 
 def sample_lines(texts: Iterable[str], most_characters: int) -> list[str]:
