@@ -1,7 +1,7 @@
 """Rotary frequencies of a stage: a base, and a scaling.
 
-Everything is computed in fp64. Each kind gives the same numbers as the function of that name in Hugging Face
-transformers (`modeling_rope_utils.ROPE_INIT_FUNCTIONS`), which a test compares.
+Everything is computed in fp64. Each kind gives the numbers of the function of that name in Hugging Face
+transformers (`modeling_rope_utils.ROPE_INIT_FUNCTIONS`), which a test holds.
 """
 
 import math
@@ -15,10 +15,10 @@ Frequencies = tuple[float, ...]
 
 
 def check_head_dim(stages: Sequence[ResolvedStage], head_dim: int) -> None:
-    """Refuse factor lists that do not fit the model's heads.
+    """Refuse scalings that do not fit the model's heads.
 
     Raises:
-        ConfigError: a factor list without one number for each of the D/2 pairs.
+        ConfigError: a factor list without one number for each of the D/2 pairs, or ntk on a single pair.
     """
     for stage in stages:
         where, rope = f"curriculum.stages[{stage.index}].rope", stage.rope
@@ -29,13 +29,15 @@ def check_head_dim(stages: Sequence[ResolvedStage], head_dim: int) -> None:
                     f"{where}.{name} has {len(factors)} numbers, and head_dim = {head_dim} has {head_dim // 2} pairs",
                     fix=f"give {head_dim // 2} numbers, one for each pair; another model's list does not fit",
                 )
+        if rope and rope.kind == "ntk" and head_dim == 2:
+            raise ConfigError(f"{where}.kind = 'ntk' needs more than the one pair of head_dim = 2", fix="use linear")
 
 
 def rope_frequencies(rope: Rope, head_dim: int, seq_len: int) -> tuple[Frequencies, float]:
     """Angles per position of the D/2 pairs, in radians, and the factor on cos and sin.
 
     Args:
-        rope: of a stage that has passed `check_config` and `check_head_dim`.
+        rope: a stage's, that has passed `check_config` and `check_head_dim`.
         head_dim: D.
         seq_len: S of the stage, in tokens; longrope chooses its list by it.
 
@@ -73,7 +75,7 @@ def ntk(base: Frequencies, rope: Rope, seq_len: int) -> tuple[Frequencies, float
 
 
 def llama3(base: Frequencies, rope: Rope, seq_len: int) -> tuple[Frequencies, float]:
-    """Slow pairs divided by the factor, fast ones left as they are, those between blended by their turns.
+    """Slow dimensions divided by the factor, fast ones left, the ones between blended by their turns.
 
     Source: `_compute_llama3_parameters` of Hugging Face transformers, after Meta's Llama 3.1.
     """
@@ -94,14 +96,14 @@ def yarn(base: Frequencies, rope: Rope, seq_len: int) -> tuple[Frequencies, floa
     head_dim = 2 * len(base)
 
     def pair_of(turns: float) -> float:
-        """Fractional index of the pair that makes this many turns in the original length."""
+        """Index of the pair, a fraction, that makes this many turns in the original length."""
         return head_dim * math.log(rope.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    width = last - first or 0.001  # as transformers avoids a division by zero
+    width = last - first or 0.001  # transformers' way around an empty blend
     scaled = tuple(blend(frequency, rope.factor, 1 - (i - first) / width) for i, frequency in enumerate(base))
     return scaled, rope.attention_factor or _yarn_attention_factor(rope)
 
@@ -116,7 +118,7 @@ def _yarn_attention_factor(rope: Rope) -> float:
 
 
 def longrope(base: Frequencies, rope: Rope, seq_len: int) -> tuple[Frequencies, float]:
-    """Each pair divided by its number in a list: `short_factor` up to `original_seq_len`, beyond it `long_factor`.
+    """Each pair divided by a number of its own: the list for stages beyond `original_seq_len`, or that up to it.
 
     Source: LongRoPE (Ding et al., 2024); the attention factor as in the released code of Phi-3.
     """
@@ -128,7 +130,7 @@ def longrope(base: Frequencies, rope: Rope, seq_len: int) -> tuple[Frequencies, 
 
 
 def blend(frequency: float, factor: float, kept: float) -> float:
-    """The frequency if `kept` is 1 or above, divided by the factor if it is 0 or below, else a linear blend."""
+    """Between the frequency (`kept` 1 and above) and the frequency divided by the factor (0 and below)."""
     kept = min(1.0, max(0.0, kept))
     return (1 - kept) * frequency / factor + kept * frequency
 
