@@ -1,14 +1,14 @@
 """Which rows of the sequence each rank holds, the same number on each, and what that costs in pairs and messages.
 
-layouts.py makes them, by name.
+layouts.py builds layouts by name.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, chain
-from operator import itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.caching import hashed_once, keep_newest
 from torchtitan_cp.attention.mask import AttentionMask, Span, merge_spans
-from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, count_pairs
+from torchtitan_cp.attention.tiles import ALL_ROWS, count_pairs
 
 
 class Segment(NamedTuple):
@@ -33,28 +33,24 @@ class Segment(NamedTuple):
         return self.local, self.local + self.stop - self.start
 
 
-# As Segment._make, in a third of the time: a plan makes a thousand.
-new_segment = partial(tuple.__new__, Segment)
-
-
 @hashed_once
 @dataclass(frozen=True)
 class Layout:
     """Which rows of the sequence each rank holds.
 
     Attributes:
-        spans: per rank, the (start, stop) global positions of its rows in local order, which ascends; touching
-            ones are joined.
-        name: how they were assigned; layouts of the same spans are equal whatever their names.
+        spans: per rank, the (start, stop) global positions of its rows in local order, which ascends; spans that touch
+            are joined.
+        name: how the rows were assigned; layouts with the same spans are equal whatever their names.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     name: str = field(default="documents", compare=False)
 
     @classmethod
-    def of(cls, held: Iterable[Iterable[Span]], name: str = "documents") -> "Layout":
-        """The layout of ranks that hold these spans, in any order, empty ones among them."""
-        return cls(tuple([merge_spans([span for span in spans if span[0] < span[1]]) for spans in held]), name)
+    def of(cls, spans_by_rank: Iterable[Iterable[Span]], name: str = "documents") -> "Layout":
+        """The layout of ranks that hold these spans, which may be empty and in any order."""
+        return cls(tuple([merge_spans([span for span in spans if span[0] < span[1]]) for spans in spans_by_rank]), name)
 
     @property
     def ranks(self) -> int:
@@ -68,9 +64,9 @@ class Layout:
         for rank, spans in enumerate(self.spans):
             local = 0
             for start, stop in spans:
-                segments.append(new_segment((rank, local, start, stop)))
+                segments.append(Segment(rank, local, start, stop))
                 local += stop - start
-        return tuple(sorted(segments, key=itemgetter(2)))
+        return tuple(sorted(segments, key=attrgetter("start")))
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """Global position of each local token, `[S/P]` int64, made on a device (default: the CPU)."""
@@ -78,32 +74,36 @@ class Layout:
 
     @keep_newest
     def runs(self, mask: AttentionMask, sequence_length: int) -> tuple[tuple[int, ...], ...]:
-        """Per rank, the local rows at which its runs begin: from one to the next no document leaves or enters the rank.
+        """Per rank, the local rows at which its runs begin. Within a run no document enters or leaves the rank.
 
-        So their number goes by the documents that are cut, and not by all. In padding a run may end for nothing.
+        So the number of runs depends on how many documents are cut, not on how many there are. In padding a run may end
+        for no reason.
         """
         rows = mask.documents(sequence_length)
         borders = {0, sequence_length} | set.intersection(*({*chain.from_iterable(documents)} for documents in rows))
-        found = []
+        runs_by_rank = []
         for spans in self.spans:
-            rows_before = accumulate((stop - start for start, stop in spans), initial=0)
-            # Where the span before each ends, and where it begins.
-            edges = zip(chain([0], (stop for _, stop in spans)), (start for start, _ in spans), strict=False)
-            places = zip(rows_before, edges, strict=False)
-            found.append(tuple([row for row, edge in places if not (row and borders.issuperset(edge))]))
-        return tuple(found)
+            runs: list[int] = []
+            local = previous_stop = 0
+            for start, stop in spans:
+                if not runs or not borders.issuperset((previous_stop, start)):
+                    runs.append(local)
+                local += stop - start
+                previous_stop = stop
+            runs_by_rank.append(tuple(runs))
+        return tuple(runs_by_rank)
 
     def split(self, size: int) -> "Layout":
-        """The layout in which `size` consecutive ranks share the rows of each of these; `joined` is its inverse."""
+        """The layout in which `size` consecutive ranks share the rows of each rank here; `joined` is its inverse."""
         tokens = self.segments[-1].stop // self.ranks // size
-        held: list[list[Span]] = [[] for _ in range(self.ranks * size)]
+        spans_by_rank: list[list[Span]] = [[] for _ in range(self.ranks * size)]
         for rank, local, start, stop in self.segments:
             while start < stop:
                 part, inside = divmod(local, tokens)
                 end = min(stop, start + tokens - inside)
-                held[rank * size + part].append((start, end))
+                spans_by_rank[rank * size + part].append((start, end))
                 local, start = local + end - start, end
-        return Layout.of(held, self.name)
+        return Layout.of(spans_by_rank, self.name)
 
     def joined(self, size: int) -> "Layout":
         """The layout in which each `size` consecutive ranks are one."""
@@ -114,25 +114,24 @@ class Layout:
 @keep_newest
 def cut_by_document(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[Segment, ...], ...]:
     """Each document's segments on all ranks, in the order of the sequence."""
-    segments, result, stop = iter(layout.segments), [], 0
-    for begin, last in documents:
-        found = []
-        while begin < last:
-            while stop <= begin:
-                segment = next(segments)
-                rank, local, start, stop = segment
-            end = stop if stop < last else last
-            whole = start == begin and stop == end
-            found.append(segment if whole else new_segment((rank, local + begin - start, begin, end)))
-            begin = end
-        result.append(tuple(found))
-    return tuple(result)
+    remaining, cut = iter(layout.segments), []
+    segment = next(remaining)
+    for start, document_stop in documents:
+        segments = []
+        while start < document_stop:
+            while segment.stop <= start:
+                segment = next(remaining)
+            stop = min(segment.stop, document_stop)
+            segments.append(Segment(segment.rank, segment.local + start - segment.start, start, stop))
+            start = stop
+        cut.append(tuple(segments))
+    return tuple(cut)
 
 
 def documents_of(
     layout: Layout, mask: AttentionMask, sequence_length: int
 ) -> Iterator[tuple[int, tuple[Segment, ...]]]:
-    """Yields (batch row, or ALL_ROWS where there is one; segments) of each document."""
+    """Yields (batch row, or ALL_ROWS if the mask has only one; segments) of each document."""
     rows = mask.documents(sequence_length)
     for number, documents in enumerate(rows):
         for segments in cut_by_document(layout, documents):
@@ -147,24 +146,23 @@ class PairsBefore(dict[int, int]):
     """
 
     def __init__(self, mask: AttentionMask, sequence_length: int) -> None:
-        rows, self.band, self.causal = mask.documents(sequence_length), mask.band, mask.band == CAUSAL
+        rows, self.band = mask.documents(sequence_length), mask.band
         self.borders = sorted({0, sequence_length, *chain.from_iterable(chain.from_iterable(rows))})
         self.rows: list[tuple[tuple[Span, ...], list[int], list[int]]] = []  # documents, starts, pairs before them
         for documents in rows:
             pairs = [count_pairs(stop - start, stop - start, self.band) for start, stop in documents]
             self.rows.append((documents, [start for start, _ in documents], [*accumulate(pairs, initial=0)]))
-        if len(rows) == 1:  # most positions asked for are starts
+        if len(rows) == 1:  # most positions that are looked up are starts of documents
             self.update(zip(*self.rows[0][1:], strict=False))
 
     def __missing__(self, position: int) -> int:
         total = 0
-        for documents, starts, before in self.rows:
+        for documents, starts, pairs_before_start in self.rows:
             number = bisect_left(starts, position) - 1
             if number >= 0:
                 start, stop = documents[number]
-                rows = (position if position < stop else stop) - start
-                inside = rows * (rows + 1) // 2 if self.causal else count_pairs(rows, stop - start, self.band)
-                total += before[number] + inside
+                queries = min(position, stop) - start
+                total += pairs_before_start[number] + count_pairs(queries, stop - start, self.band)
         self[position] = total
         return total
 
@@ -183,11 +181,12 @@ def rows_sent(
 ) -> tuple[list[int], list[int]]:
     """Rows of keys that each rank sends in a ring, (in all, to other nodes), summed over the mask's batch rows.
 
-    Under a window this is an upper bound: each rank that reads a segment is taken to read all that a window can reach.
+    Under a window this is an upper bound: each rank that reads a segment is assumed to read as many of its rows as the
+    window can reach.
     """
     sent, crossing, band = [0] * layout.ranks, [0] * layout.ranks, mask.band
     high = sequence_length if band.high is None else band.high
-    # Sets of ranks are the bits of a number: these are others, and those in other nodes.
+    # A set of ranks is an integer with one bit per rank. Per rank: all others, and those in other nodes.
     others = [~(1 << rank) for rank in range(layout.ranks)]
     far = [~(((1 << ranks_per_node) - 1) << rank // ranks_per_node * ranks_per_node) for rank in range(layout.ranks)]
     for _, segments in documents_of(layout, mask, sequence_length):

@@ -1,10 +1,9 @@
-"""Layouts by name: those of equal chunks, and the one that goes by packed documents."""
+"""Layouts by name: three of equal chunks, and one that follows the packed documents."""
 
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 from torchtitan_cp.attention.caching import keep_newest
@@ -15,16 +14,17 @@ from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.tiles import count_pairs
 
 MAX_CHUNKS = 64
-# A further chunk of a rank counts as this part of its work: smaller ones make smaller tiles.
+# Each further chunk of a rank counts as this fraction of its work, since smaller chunks make smaller tiles.
 CHUNK_COST = 0.005
 # Pairs that a rank computes while a row of keys and values travels (within a node, to another one): 32 query and 8 key
 # heads of 128 in bf16 at 400 TFLOP/s, and 400 or 50 GB/s.
 RowPairs = tuple[float, float]
 ROW_PAIRS: RowPairs = (250, 2000)
 NODE_RANKS = 8
-# Ranks of a ring of which the messages of each step are counted, not all together.
+# In rings of at most this many ranks `relative_time` counts the messages of each step; in larger ones their total.
 STEP_RANKS = 16
-# `relative_time` at which no other layout is tried; and where trying takes long: with so many ranks times documents.
+# A layout with this `relative_time` is taken without trying others. The second number applies where ranks times
+# documents exceed MANY, and trying others takes long.
 ACCEPTED, ACCEPTED_OF_MANY, MANY = 1.06, 1.25, 8_000
 
 
@@ -62,54 +62,51 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask, *_: Any) -> 
     """Cut finer, and assign the chunks so that every rank has the same area of the mask.
 
     Of 1, 2, 4 and 8 chunks a rank, take the number whose busiest rank has the least to do, where each further
-    chunk counts as half a percent of work, since larger chunks make larger tiles. Where a few long documents
-    hold most of the area, one such chunk exceeds a rank's share, and up to 64 are tried. Chunks are assigned
+    chunk counts as half a percent of work, since larger chunks make larger tiles. Up to 64 chunks are tried where
+    a few long documents hold most of the area, and a single chunk exceeds a rank's share. Chunks are assigned
     largest first, each to the rank with the least area so far that has room (Graham's LPT rule, 1969).
 
     Raises:
         LayoutError: if S is not divisible by P.
     """
-    best = (math.inf, contiguous(sequence_length, ranks))
+    layout, cost = contiguous(sequence_length, ranks), math.inf
     before = pairs_before(mask, sequence_length)
-    held, even = 1, before[sequence_length] / ranks
-    while sequence_length % (held * ranks) == 0 and held <= MAX_CHUNKS:
-        penalty = 1 + CHUNK_COST * held
-        # Even a perfect balance of so many chunks would cost more than the best so far.
-        if best[0] <= even * penalty:
+    chunks_per_rank, even_area = 1, before[sequence_length] / ranks
+    while sequence_length % (chunks_per_rank * ranks) == 0 and chunks_per_rank <= MAX_CHUNKS:
+        penalty = 1 + CHUNK_COST * chunks_per_rank
+        if cost <= even_area * penalty:  # even a perfect balance of so many chunks would not be better
             break
-        tokens = sequence_length // (held * ranks)
+        tokens = sequence_length // (chunks_per_rank * ranks)
         ends = [before[stop] for stop in range(0, sequence_length + 1, tokens)]
-        areas = [stop - start for start, stop in pairwise(ends)]
-        chunks, busiest = _assign_chunks(areas, ranks)
-        if busiest * penalty < best[0]:
-            best = (busiest * penalty, _of_chunks("balanced", tokens, chunks))
-        held *= 2
-    return best[1]
+        chunks, busiest_area = _assign_chunks([stop - start for start, stop in pairwise(ends)], ranks)
+        if busiest_area * penalty < cost:
+            layout, cost = _of_chunks("balanced", tokens, chunks), busiest_area * penalty
+        chunks_per_rank *= 2
+    return layout
 
 
 def _of_chunks(name: str, tokens: int, chunks: Iterable[Iterable[int]]) -> Layout:
-    """The layout of ranks that hold these of equal chunks."""
-    return Layout.of(([(chunk * tokens, (chunk + 1) * tokens) for chunk in held] for held in chunks), name)
+    """The layout of ranks that hold these chunks, of `tokens` each."""
+    return Layout.of(([(chunk * tokens, (chunk + 1) * tokens) for chunk in of_rank] for of_rank in chunks), name)
 
 
 def _assign_chunks(areas: list[int], ranks: int) -> tuple[list[list[int]], int]:
     """(chunks of each rank, area of the busiest): the same number to each, largest first to the least busy."""
-    room = len(areas) // ranks
-    held: list[list[int]] = [[] for _ in range(ranks)]
+    chunks: list[list[int]] = [[] for _ in range(ranks)]
     heap = [(0, rank) for rank in range(ranks)]
-    busiest = 0
+    busiest_area = 0
     for chunk in sorted(range(len(areas)), key=lambda chunk: -areas[chunk]):
         area, rank = heapq.heappop(heap)
-        held[rank].append(chunk)
+        chunks[rank].append(chunk)
         area += areas[chunk]
-        busiest = max(busiest, area)
-        if len(held[rank]) < room:
+        busiest_area = max(busiest_area, area)
+        if len(chunks[rank]) < len(areas) // ranks:
             heapq.heappush(heap, (area, rank))
-    return held, busiest
+    return chunks, busiest_area
 
 
 def check_divisible(sequence_length: int, unit: int, name: str) -> None:
-    """Raise LayoutError unless a sequence divides by a unit that is called `name`."""
+    """Raise LayoutError unless `unit`, which the message calls `name`, divides the sequence."""
     if sequence_length < 1 or sequence_length % unit:
         lower = sequence_length // unit * unit
         nearest = f"{lower} or {lower + unit}" if lower > 0 else f"{unit}"
@@ -124,15 +121,15 @@ def documents(
     all_to_all_ranks: int = 1,
     row_pairs: RowPairs = ROW_PAIRS,
 ) -> Layout:
-    """Hold packed documents whole where they fit, and long ones on as few ranks as their tokens and area ask.
+    """Hold packed documents whole where they fit, and long ones on as few ranks as their tokens and area need.
 
-    This is taken if it is within 6 % of an even share of the work, messages included, by `relative_time` (25 % of many
-    documents on many ranks). If not, documents are also cut more evenly, and the fastest of these, `balanced` and
-    `zigzag` is taken. Batch rows that are packed differently are cut at the borders of all their documents, and
-    assigned by their summed area.
+    This layout is taken if its `relative_time` is within 6 % of an even share of the work, messages included (25 % for
+    many documents on many ranks). If not, documents are also cut more evenly, and the fastest of these layouts,
+    `balanced` and `zigzag` is taken. Batch rows that are packed differently are cut at the borders of all their
+    documents, and assigned by their summed area.
 
     Args:
-        ranks_per_node: consecutive ranks that sit in one node, within which documents stay first.
+        ranks_per_node: consecutive ranks that sit in one node; a document stays within a node where it can.
         all_to_all_ranks: consecutive ranks that trade heads: together they are one rank of the ring.
         row_pairs: pairs that a rank computes while a row of keys and values travels, within a node and to another.
 
@@ -143,39 +140,42 @@ def documents(
     if 1 < all_to_all_ranks < ranks:
         return documents(sequence_length, ranks // all_to_all_ranks, mask, 1, 1, row_pairs).split(all_to_all_ranks)
     ranks_per_node = math.gcd(ranks, ranks_per_node)
-    before, timed = pairs_before(mask, sequence_length), list[tuple[float, Layout]]()
-    even = before[sequence_length] / ranks
-    accepted = ACCEPTED_OF_MANY if ranks * len(before.borders) > MANY else ACCEPTED
+    before = pairs_before(mask, sequence_length)
+    even_area = before[sequence_length] / ranks
+    accepted_time = ACCEPTED_OF_MANY if ranks * len(before.borders) > MANY else ACCEPTED
+    fastest: Layout | None = None
+    fastest_time = math.inf
     for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
-        # Messages are not counted where a rank's pairs alone take longer than another layout.
-        if not timed or max(rank_areas(layout, mask, sequence_length)) < timed[0][0] * even:
-            timed.append((relative_time(layout, mask, sequence_length, ranks_per_node, row_pairs), layout))
-            timed.sort(key=itemgetter(0))
-        if timed[0][0] <= accepted:
+        # A layout on which a rank's pairs alone take longer than the fastest one is not faster.
+        if fastest is None or max(rank_areas(layout, mask, sequence_length)) < fastest_time * even_area:
+            time = relative_time(layout, mask, sequence_length, ranks_per_node, row_pairs)
+            if time < fastest_time:
+                fastest, fastest_time = layout, time
+        if fastest_time <= accepted_time:
             break
-    return timed[0][1]
+    assert fastest is not None
+    return fastest
 
 
 def relative_time(
     layout: Layout, mask: AttentionMask, sequence_length: int, ranks_per_node: int, row_pairs: RowPairs = ROW_PAIRS
 ) -> float:
-    """Time of the busiest rank in a ring, for its pairs and messages, over that of an even share.
+    """Time of the busiest rank in a ring, for its pairs and messages, over the time of an even share of the pairs.
 
-    Messages of up to `STEP_RANKS` ranks travel while the step before them is computed. Of more ranks they are taken to
-    travel behind any step: the longer of both counts.
+    With up to `STEP_RANKS` ranks, a message travels while the step before it is computed, and the rank waits for the
+    rest. With more ranks, messages are assumed to overlap with any step: a rank's time is the longer of both sums.
     """
     areas, (within, across) = rank_areas(layout, mask, sequence_length), row_pairs
     if layout.ranks > STEP_RANKS:
         sent, crossing = rows_sent(layout, mask, sequence_length, ranks_per_node)
-        messages = (max(across * far, within * rows) for rows, far in zip(sent, crossing, strict=True))
-        times = map(max, areas, messages)
+        times = [max(area, across * far, within * rows) for area, far, rows in zip(areas, crossing, sent, strict=True)]
     else:
-        waits = _waits(layout, mask, sequence_length, areas, ranks_per_node, row_pairs)
-        times = map(sum, zip(areas, waits, strict=True))
+        waits = _message_waits(layout, mask, sequence_length, areas, ranks_per_node, row_pairs)
+        times = [area + wait for area, wait in zip(areas, waits, strict=True)]
     return max(times) * layout.ranks / (sum(areas) or 1)
 
 
-def _waits(
+def _message_waits(
     layout: Layout,
     mask: AttentionMask,
     sequence_length: int,
@@ -183,35 +183,35 @@ def _waits(
     ranks_per_node: int,
     row_pairs: RowPairs,
 ) -> list[float]:
-    """Pairs that each rank could compute while it waits for the messages of each step."""
+    """How long each rank of a ring waits for messages, as the number of pairs that it could compute meanwhile."""
     ranks, band = layout.ranks, mask.band
-    pairs = [[0] * ranks for _ in range(ranks)]  # by reader and step
-    costs = [[0.0] * ranks for _ in range(ranks)]  # by source and step
+    pairs = [[0] * ranks for _ in range(ranks)]  # that a reader computes in a step
+    costs = [[0.0] * ranks for _ in range(ranks)]  # of the message that a source sends in a step
     for _, segments in documents_of(layout, mask, sequence_length):
         for number, (source, _, start, stop) in enumerate(segments if len(segments) > 1 else ()):
             readers = set()
             for reader, _, first, last in segments[number if band.high == 0 else 0 :]:
                 step = (reader - source) % ranks
-                if step and (found := count_pairs(last - first, stop - start, band, start - first)):
-                    pairs[reader][step] += found
+                if step and (step_pairs := count_pairs(last - first, stop - start, band, start - first)):
+                    pairs[reader][step] += step_pairs
                     if reader not in readers:
-                        far = reader // ranks_per_node != source // ranks_per_node
-                        costs[source][step] += (stop - start) * row_pairs[far]
+                        crosses_nodes = reader // ranks_per_node != source // ranks_per_node
+                        costs[source][step] += (stop - start) * row_pairs[crosses_nodes]
                         readers.add(reader)
     waits = [0.0] * ranks
     for rank in range(ranks):
-        ahead = areas[rank] - sum(pairs[rank])
+        overlapped = areas[rank] - sum(pairs[rank])  # the first message travels while the rank computes its own keys
         for step in range(1, ranks):
             cost = max(costs[rank][step], costs[rank - step][step])
-            waits[rank] += max(0.0, cost - ahead)
-            ahead = pairs[rank][step]
+            waits[rank] += max(0.0, cost - overlapped)
+            overlapped = pairs[rank][step]
     return waits
 
 
 def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int) -> Iterator[Layout]:
-    # The more fills up, the more even the ranks, and the more documents are cut.
-    for filling, short in ((0.25, 0.125), (0.5, 0.25)):
-        yield Layout.of(assign_documents(sequence_length, ranks, mask, ranks_per_node, filling, short))
+    # With more filler the ranks are more even, and more documents are cut.
+    for filler, short in ((0.25, 0.125), (0.5, 0.25)):
+        yield Layout.of(assign_documents(sequence_length, ranks, mask, ranks_per_node, filler, short))
     yield balanced(sequence_length, ranks, mask)
     if sequence_length % (2 * ranks) == 0:
         yield zigzag(sequence_length, ranks)

@@ -24,7 +24,7 @@ class Band(NamedTuple):
     def shifted(self, distance: int, queries: int, keys: int) -> "Band":
         """This band in the rows of a rectangle whose first key lies `distance` after its first query.
 
-        A bound that holds everywhere in the `queries` x `keys` rectangle becomes None.
+        A bound that every pair of the `queries` x `keys` rectangle satisfies becomes None.
         """
         low = None if self.low is None or self.low - distance <= 1 - queries else self.low - distance
         high = None if self.high is None or self.high - distance >= keys - 1 else self.high - distance
@@ -41,13 +41,13 @@ class AttentionMask:
         window: (left, right) tokens beside the query that it sees; -1 is unbounded. Under a causal mask
             the right side is the query's own position.
         document_lengths: per batch row, the lengths of the packed documents, which sum to the sequence
-            length; a query sees its own document only. None: each row is one document. One row stands
-            for a batch of any size.
+            length; a query sees its own document only. None: each row is one document. A single row applies
+            to every row of a batch of any size.
         used_lengths: per document, how many of its first rows are tokens; the rest is padding, which
-            attends to nothing and is attended to by nothing. None: all of them.
+            attends to nothing and is attended to by nothing. None: there is no padding.
 
     Raises:
-        PlanError: lengths that are not a tuple for each row, a window that is not a pair, or a side of it below -1.
+        PlanError: the lengths are not a tuple per row, the window is not a pair, or a side of it is below -1.
     """
 
     causal: bool = True
@@ -75,38 +75,36 @@ class AttentionMask:
         causal: bool = True,
         window: tuple[int, int] = UNBOUNDED,
     ) -> "AttentionMask":
-        """The mask of a packed (thd) batch, as users of TransformerEngine and FlashAttention describe it.
+        """The mask of a packed (thd) batch, described as for TransformerEngine and FlashAttention.
 
         Args:
-            cu_seqlens: `[documents + 1]` cumulative lengths, from 0. A tensor is read once, whole.
-            cu_seqlens_padded: the same, of the storage, where documents have gaps after them.
+            cu_seqlens: `[documents + 1]` cumulative lengths, from 0. A tensor on a device is copied to the host.
+            cu_seqlens_padded: cumulative lengths with the padding after each document, if there is any.
 
         Raises:
-            PlanError: lengths that do not start at 0, fall, or exceed their storage.
+            PlanError: the lengths do not start at 0 or decrease.
         """
         lengths = _lengths("cu_seqlens", cu_seqlens)
         if cu_seqlens_padded is None:
             return cls(causal, window, (tuple(length for length in lengths if length),))
-        stored = _lengths("cu_seqlens_padded", cu_seqlens_padded)
-        if len(stored) != len(lengths):
-            raise PlanError(f"cu_seqlens has {len(lengths)} documents and cu_seqlens_padded {len(stored)}")
-        kept = [(room, used) for room, used in zip(stored, lengths, strict=True) if room or used]
-        return cls(causal, window, (tuple(room for room, _ in kept),), (tuple(used for _, used in kept),))
+        padded = _lengths("cu_seqlens_padded", cu_seqlens_padded)
+        documents = [(rows, tokens) for rows, tokens in zip(padded, lengths, strict=True) if rows or tokens]
+        return cls(causal, window, (tuple(rows for rows, _ in documents),), (tuple(tokens for _, tokens in documents),))
 
     def windowed(self, keys: int) -> "AttentionMask":
-        """The mask of a layer whose queries see so many keys, their own included; 0: this mask."""
+        """This mask, in which a query sees only the last `keys` keys, its own included; 0 leaves it as it is."""
         return replace(self, window=(keys - 1, -1)) if keys else self
 
     @property
     def band(self) -> Band:
-        """The window and the causal order as one band of distances."""
+        """The window and the causal order, as one range of distances."""
         left, right = self.window
         high = 0 if self.causal else right if right >= 0 else None
         return Band(-left if left >= 0 else None, high)
 
     @property
     def dense(self) -> bool:
-        """Whether it has no window and no documents: tiles of its plans are full or causal."""
+        """Whether it has neither a window nor documents, so that all tiles of its plans are full or causal."""
         return self.document_lengths is None and self.band in (Band(), Band(None, 0))
 
     @keep_newest
@@ -114,22 +112,21 @@ class AttentionMask:
         """Per batch row, the (start, stop) of each document's tokens, in global positions.
 
         Raises:
-            PlanError: lengths below 1, or that do not sum to `sequence_length`, or used lengths beyond them.
+            PlanError: lengths are below 1 or do not sum to `sequence_length`, or used lengths exceed them.
         """
-        rows, used = self.document_lengths, self.used_lengths
-        if rows is None:
+        lengths, used = self.document_lengths, self.used_lengths
+        if lengths is None:
             if used is not None:
                 raise PlanError("used_lengths is given without document_lengths", fix="give both, or neither")
             return (((0, sequence_length),),)
-        if not rows:
+        if not lengths:
             raise PlanError("document_lengths has no batch row", fix="give one tuple of lengths per row, or None")
-        if used is not None and [len(row) for row in used] != [len(row) for row in rows]:
-            raise PlanError("used_lengths and document_lengths differ in shape", fix="give one number per document")
-        lengths = enumerate(zip(rows, used or rows, strict=True))
-        return tuple(_spans(of_row, used_of_row, sequence_length, row) for row, (of_row, used_of_row) in lengths)
+        rows = zip(range(len(lengths)), lengths, used or lengths, strict=True)
+        return tuple(_token_spans(sequence_length, *row) for row in rows)
 
 
-def _spans(lengths: tuple[int, ...], used: tuple[int, ...], sequence_length: int, row: int) -> tuple[Span, ...]:
+def _token_spans(sequence_length: int, row: int, lengths: tuple[int, ...], used: tuple[int, ...]) -> tuple[Span, ...]:
+    """The (start, stop) of each document's tokens in batch row `row`, without documents that have none."""
     if min(lengths, default=0) < 1 or sum(lengths) != sequence_length:
         raise PlanError(
             f"document_lengths of batch row {row} sum to {sum(lengths)} with a shortest of {min(lengths, default=0)}",
@@ -152,17 +149,17 @@ def _lengths(name: str, cumulative: Tensor | Sequence[int]) -> list[int]:
 
 
 def count_rows(spans: tuple[Span, ...]) -> int:
-    """Rows in spans."""
+    """How many rows the spans hold."""
     return sum(stop - start for start, stop in spans)
 
 
 def rows_before(spans: tuple[Span, ...], position: int) -> int:
-    """Rows in spans that lie before a position."""
+    """How many rows of the spans lie before a position."""
     return sum([min(stop, position) - start for start, stop in spans if start < position])
 
 
 def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Fuse overlapping and touching spans."""
+    """Sort spans, and join those that overlap or touch."""
     merged: list[Span] = []
     for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:

@@ -1,4 +1,4 @@
-"""The tiles each rank computes and the KV rows each strategy carries, worked out on the host.
+"""The tiles that each rank computes and the KV rows that travel, worked out on the host.
 
 A rank's chunks ascend, so any interval of the sequence is an interval of its local rows. The keys that a
 segment of queries sees in a document are an interval too: up to the segment under a causal mask, the whole
@@ -25,18 +25,18 @@ from torchtitan_cp.attention.mask import AttentionMask, Band, Span, merge_spans,
 from torchtitan_cp.attention.plan_registry import register_plan
 from torchtitan_cp.attention.tiles import CAUSAL, FULL, Tile
 
-KeyRows = Sequence[tuple[int, int, int]]  # (rank that holds them, first, last) local rows
+KeyRows = Sequence[tuple[int, int, int]]  # (rank that holds them, start, stop) of local rows
 
 
 @dataclass(frozen=True)
 class RingStep:
-    """What one rank does in one step of the ring: computes on `source`'s KV and serves `target`.
+    """What one rank does in one step of the ring: it computes on the KV of `source`, and sends its own to `target`.
 
     Attributes:
         source: rank whose KV this step computes on.
         target: rank that computes on this rank's KV in the same step.
-        receive: spans of `source`'s local rows that arrive; the tiles count keys in their concatenation.
-        send: spans of the local rows that `target` reads.
+        receive: spans of `source`'s local rows that arrive; key rows of the tiles index their concatenation.
+        send: spans of this rank's local rows that `target` reads.
         tiles: the kernel calls of the step.
     """
 
@@ -61,19 +61,19 @@ class Plan:
     Attributes:
         sequence_length: S, tokens of the full sequence.
         mask: what may attend to what.
-        layout: who holds which chunk.
-        rank: this rank's place in the context-parallel group.
+        layout: which rank holds which rows.
+        rank: this rank's number in the context-parallel group.
         strategy: by name, or "auto": chosen when the heads are known.
         kernel: name of the local kernel, or "auto".
         all_to_all_ranks: size of the inner groups in which hybrid trades heads for sequence; rank
             numbers run through an inner group first.
         kv_transfer: "exact", or "float8": KV travels in 8 bits, with a scale per head and row.
-        groups: registered names of the process groups, in order: the ring; all ranks, if layers with a state need it;
-            the inner group, if the mesh has two axes. Names, so that a plan stays plain data; none in a plan that is
-            only inspected or simulated.
-        handle: the plan's number in this process, an int64 CPU tensor: what a compiled graph takes.
-        most_runs: most runs (see Layout.runs) on any rank, rounded up to a power of two: the size of what linear
-            attention keeps in a compiled graph.
+        groups: registered names of the process groups, in this order: the ring; all ranks, if linear attention needs
+            such a group; the inner group, if the mesh has two axes. Names keep the plan plain data. A plan that is only
+            inspected or simulated has none.
+        handle: the plan's number in this process, an int64 CPU tensor, which a compiled graph takes as an input.
+        most_runs: most runs (see Layout.runs) on any rank, rounded up to a power of two; it sizes the states that
+            linear attention keeps in a compiled graph.
     """
 
     handle: ClassVar[Tensor]
@@ -90,11 +90,12 @@ class Plan:
     groups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.__dict__["handle"], first = register_plan(self)
+        # The plan that is registered must live as long as this one: an equal plan, or this plan itself.
+        self.__dict__["handle"], registered = register_plan(self)
+        if registered is not self:
+            self.__dict__["registered"] = registered
         runs = self.layout.runs(self.mask, self.sequence_length)
         self.__dict__["most_runs"] = 1 << (max(map(len, runs)) - 1).bit_length()
-        if first is not self:
-            self.__dict__["first"] = first
 
     @property
     def ranks(self) -> int:
@@ -103,7 +104,7 @@ class Plan:
 
     @property
     def process_groups(self) -> tuple[Group, Group]:
-        """(ring, all-to-all) groups that keys travel in.
+        """The (ring, all-to-all) groups in which keys travel.
 
         Raises:
             PlanError: the plan was made without groups.
@@ -113,14 +114,14 @@ class Plan:
 
     @property
     def pairs_by_rank(self) -> tuple[int, ...]:
-        """(query, key) pairs of each rank of the ring, summed over the mask's rows of `document_lengths`."""
+        """Allowed (query, key) pairs of each rank of the ring, summed over the mask's batch rows."""
         return tuple(rank_areas(self.ring_layout, self.mask, self.sequence_length))
 
     @cached_property
     def keys_sent(self) -> float:
-        """Rows of keys that a rank of the ring has to send, over its own rows: the mean of the ranks.
+        """Rows of keys that a rank of the ring sends, divided by the rows it holds: the mean over the ranks.
 
-        What tiles of other ranks read, an upper bound under a window; all_gather sends every row to every rank.
+        It counts what tiles of other ranks read, and is an upper bound under a window. all_gather sends all rows.
         """
         sent, _ = rows_sent(self.ring_layout, self.mask, self.sequence_length, 1)
         return sum(sent) / self.sequence_length / len(self.mask.documents(self.sequence_length))
@@ -133,15 +134,15 @@ class Plan:
     @cached_property
     def positions(self) -> Tensor:
         """Global position of each local token, `[S/P]` int64 on CPU."""
-        with torch.inference_mode(False):  # it is kept, and autograd cannot save a tensor of inference mode
+        with torch.inference_mode(False):  # the tensor is cached, and autograd cannot save one of inference mode
             return self.layout.positions(self.rank)
 
     @cached_property
     def segments(self) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
         """The documents' segments on all ranks: `[row][document][segment]`, in the order of the sequence.
 
-        A document begins in its first segment and ends in its last one. Like the mask's `document_lengths`, one row
-        stands for a batch of any size. Padding is in no segment.
+        A document begins in its first segment and ends in its last one. As in the mask's `document_lengths`, a single
+        row applies to every row of a batch. Padding is in no segment.
         """
         return tuple(cut_by_document(self.layout, documents) for documents in self.mask.documents(self.sequence_length))
 
@@ -153,15 +154,15 @@ class Plan:
 
     @cached_property
     def steps(self) -> tuple[RingStep, ...]:
-        """The ring between groups of `all_to_all_ranks`: own KV first, then the other groups by distance.
+        """The ring between groups of `all_to_all_ranks`: the rank's own KV first, then the other groups by distance.
 
-        Every rank has a step for every other, even an empty one, so that all post their messages in one order.
+        Every rank has a step for every other rank, even if it is empty, so that all post their messages in one order.
         """
         return ring_steps(self.ring_layout, self.mask, self.sequence_length, self.rank // self.all_to_all_ranks)
 
     @cached_property
     def ring_layout(self) -> Layout:
-        """The layout whose members are groups of `all_to_all_ranks`."""
+        """The layout in which each group of `all_to_all_ranks` is one rank."""
         return self.layout.joined(self.all_to_all_ranks) if self.all_to_all_ranks > 1 else self.layout
 
     @cached_property
@@ -179,7 +180,7 @@ class Plan:
         """This rank's rows of a full tensor: `[.., S, ..] -> [.., S/P, ..]`. Differentiable.
 
         Raises:
-            PlanError: if `x` does not have S entries along `dim`.
+            PlanError: `x` does not have S entries along `dim`.
         """
         _check_entries("shard", x, dim, self.sequence_length, f"the full sequence of {self.sequence_length}")
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.layout.spans[self.rank]], dim)
@@ -201,9 +202,9 @@ class Plan:
         return torch.cat(in_global_order(shards, self.layout, dim), dim)
 
     def check_batch(self, batch: int) -> None:
-        """Raise PlanError unless the mask's documents are of one batch row or of as many as the inputs have.
+        """Raise PlanError unless the mask's documents have one batch row, or as many as the inputs.
 
-        Operators call it when they run: torch.compile would trace it once for masks with documents and once without.
+        Operators call it when they run. torch.compile would trace it once for masks with documents and once without.
         """
         rows = self.mask.document_lengths
         if rows is not None and len(rows) not in (1, batch):
@@ -240,38 +241,38 @@ def take_rows(shards: Sequence[Tensor], rows: KeyRows) -> Tensor:
 def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: int) -> tuple[RingStep, ...]:
     """One rank's steps; see Plan.steps."""
     ranks = layout.ranks
-    tiles: list[list[Tile]] = [[] for _ in range(ranks)]  # by source, keys in its local rows
-    sent: list[list[Span]] = [[] for _ in range(ranks)]  # by target, this rank's local rows
+    tiles: list[list[Tile]] = [[] for _ in range(ranks)]  # by source; keys are numbered by the source's local rows
+    sent: list[list[Span]] = [[] for _ in range(ranks)]  # by target; spans of this rank's local rows
     find_reads = _dense_reads if mask.band in (FULL, CAUSAL) else _banded_reads
     for row, segments in documents_of(layout, mask, sequence_length):
-        if ours := [segment for segment in segments if segment.rank == rank]:
-            read_here, read_elsewhere = find_reads(layout, mask.band, row, segments, ours)
+        if local := [segment for segment in segments if segment.rank == rank]:
+            read_here, read_elsewhere = find_reads(layout, mask.band, row, segments, local)
             for source, tile in read_here:
                 tiles[source].append(tile)
             for target, span in read_elsewhere:
                 sent[target].append(span)
-    everything = ((0, sequence_length // ranks),)
-    steps = [RingStep(rank, rank, everything, everything, _fuse(tiles[rank]))]
+    all_rows = ((0, sequence_length // ranks),)
+    steps = [RingStep(rank, rank, all_rows, all_rows, _fuse(tiles[rank]))]
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
         receive = merge_spans([tile[3:5] for tile in tiles[source]])
-        # Their keys as rows of what arrives, instead of rows of the source.
+        # From here on keys are numbered by the rows that arrive, no longer by the rows of the source.
         arrived = [tile.moved(0, rows_before(receive, tile.k_start) - tile.k_start) for tile in _fuse(tiles[source])]
         steps.append(RingStep(source, target, receive, merge_spans(sent[target]), tuple(arrived)))
     return tuple(steps)
 
 
-# Tiles with the rank whose keys they read, and the spans of this rank's rows with the rank that reads them.
+# (source rank, tile that reads its keys) of this rank, and (target rank, span of this rank's rows that it reads).
 Reads = tuple[list[tuple[int, Tile]], list[tuple[int, Span]]]
 
 
-def _dense_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], ours: list[Segment]) -> Reads:
+def _dense_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], local: list[Segment]) -> Reads:
     """Reads of a document without a window: one tile for each (segment of this rank, other rank that holds keys)."""
-    rank, run = ours[0].rank, (ours[0].local, ours[-1].rows[1])
-    tiles: list[tuple[int, Tile]] = [(rank, Tile(row, *run, *run, band))]
+    rank, first_row, stop_row = local[0].rank, local[0].local, local[-1].rows[1]
+    tiles: list[tuple[int, Tile]] = [(rank, Tile(row, first_row, stop_row, first_row, stop_row, band))]
     sent: list[tuple[int, Span]] = []
     # Local rows of queries, and the global position up to which they see keys.
-    queries = [(s.rows, s.start) for s in ours] if band == CAUSAL else [(run, segments[-1].stop)]
+    queries = [(s.rows, s.start) for s in local] if band == CAUSAL else [((first_row, stop_row), segments[-1].stop)]
     last_start = {segment.rank: segment.start for segment in segments if segment.rank != rank}
     for other, start in last_start.items():
         k_start = rows_before(layout.spans[other], segments[0].start)
@@ -279,25 +280,25 @@ def _dense_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, 
             k_stop = rows_before(layout.spans[other], end)
             if k_stop > k_start:
                 tiles.append((other, Tile(row, *q_rows, k_start, k_stop)))
-        stop = rows_before(layout.spans[rank], start) if band == CAUSAL else run[1]
-        if stop > run[0]:
-            sent.append((other, (run[0], stop)))
+        read_stop = rows_before(layout.spans[rank], start) if band == CAUSAL else stop_row
+        if read_stop > first_row:
+            sent.append((other, (first_row, read_stop)))
     return tiles, sent
 
 
-def _banded_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], ours: list[Segment]) -> Reads:
+def _banded_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], local: list[Segment]) -> Reads:
     """Reads of a document under a window: one tile for each pair of segments that see each other."""
     tiles: list[tuple[int, Tile]] = []
     sent: list[tuple[int, Span]] = []
-    for one, other in product(ours, segments):
-        tiles += [(other.rank, tile) for tile in _banded_tile(row, one, other, band)]
-        if other.rank != one.rank:
-            sent += [(other.rank, (t.k_start, t.k_stop)) for t in _banded_tile(row, other, one, band)]
+    for mine, other in product(local, segments):
+        tiles += [(other.rank, tile) for tile in _banded_tile(row, mine, other, band)]
+        if other.rank != mine.rank:
+            sent += [(other.rank, (tile.k_start, tile.k_stop)) for tile in _banded_tile(row, other, mine, band)]
     return tiles, sent
 
 
 def _banded_tile(row: int, queries: Segment, keys: Segment, band: Band) -> list[Tile]:
-    """The tile of two segments, trimmed to the queries and keys that see each other; none if there are none."""
+    """The tile of two segments, trimmed to the queries and keys that see each other; an empty list if none do."""
     low, high = band
     q_start = queries.start if high is None else max(queries.start, keys.start - high)
     q_stop = queries.stop if low is None else min(queries.stop, keys.stop - low)
@@ -312,7 +313,7 @@ def _banded_tile(row: int, queries: Segment, keys: Segment, band: Band) -> list[
 
 
 def _fuse(tiles: list[Tile]) -> tuple[Tile, ...]:
-    """Join tiles without a band that share their keys and touch in their queries, or the other way."""
+    """Join neighbouring tiles without a band that have the same keys and adjacent queries, or the other way round."""
     fused: list[Tile] = []
     for tile in tiles:
         last = fused[-1] if fused else None

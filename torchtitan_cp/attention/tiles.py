@@ -1,4 +1,4 @@
-"""Rectangles of the mask: what one kernel call computes, and how a banded one splits into dense ones."""
+"""Rectangles of the mask: what one kernel call computes, and how a banded tile splits into dense ones."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,8 +16,8 @@ class Tile(NamedTuple):
 
     Key rows index the KV of the step (the local shard, or the rows received). The band bounds
     (key row - k_start) - (query row - q_start), and every query row sees a key of the tile. `row` is the
-    batch row, or ALL_ROWS. A `flipped` tile, of a causal band, is of reversed rows: it holds the keys from the diagonal
-    on.
+    batch row, or ALL_ROWS. A `flipped` tile has a causal band that applies after its rows are reversed: a query
+    sees the keys from the diagonal on.
     """
 
     row: int
@@ -34,12 +34,12 @@ class Tile(NamedTuple):
         return count_pairs(self.q_stop - self.q_start, self.k_stop - self.k_start, self.band)
 
     def precedes(self, other: "Tile") -> bool:
-        """Whether its last queries and its last keys lie before the first ones of another tile."""
+        """Whether all of its queries and keys lie before those of another tile."""
         before = self.q_stop <= other.q_start and self.k_stop <= other.k_start
         return self.row < other.row or (self.row == other.row and before)
 
     def moved(self, queries: int, keys: int) -> "Tile":
-        """The tile so many rows further."""
+        """The tile, shifted by this many rows of queries and keys."""
         row, q_start, q_stop, k_start, k_stop, band, flipped = self
         return Tile(row, q_start + queries, q_stop + queries, k_start + keys, k_stop + keys, band, flipped)
 
@@ -51,7 +51,7 @@ def rows_of(tile: Tile) -> tuple[Rows, Rows]:
 
 
 def count_pairs(queries: int, keys: int, band: Band, distance: int = 0) -> int:
-    """Pairs in a rectangle whose first key lies `distance` after its first query, under a band."""
+    """Allowed pairs of a rectangle whose first key lies `distance` after its first query."""
     if band == CAUSAL and queries - distance <= keys and distance <= 0:
         return queries * (queries + 1 - 2 * distance) // 2
     upper = queries * keys if band.high is None else _pairs_up_to(queries, keys, band.high - distance)
@@ -62,19 +62,19 @@ def count_pairs(queries: int, keys: int, band: Band, distance: int = 0) -> int:
 def _pairs_up_to(queries: int, keys: int, high: int) -> int:
     """Pairs (i, j) with j - i <= high: row i sees min(max(i + high + 1, 0), keys) keys."""
     first = max(0, -high)
-    whole = min(max(keys - high - 1, first), queries)
     if first >= queries:
         return 0
-    growing = whole - first
-    return growing * (first + high + 1) + growing * (growing - 1) // 2 + (queries - whole) * keys
+    saturated = min(max(keys - high - 1, first), queries)  # from this row on, a query sees all keys
+    growing = saturated - first
+    return growing * (first + high + 1) + growing * (growing - 1) // 2 + (queries - saturated) * keys
 
 
 @lru_cache(maxsize=4096)
 def dense_parts(queries: int, keys: int, band: Band) -> tuple[Tile, ...]:
-    """A banded tile as rectangles and square triangles, for kernels that take no band. Exact, without overlap.
+    """A banded tile as full rectangles and causal squares that do not overlap, for kernels that take no band.
 
-    A triangle holds the keys up to the diagonal, or, flipped, from the diagonal on: the same kernel call on reversed
-    rows.
+    A causal square holds the keys up to its diagonal. If flipped, it holds the keys from the diagonal on: the same
+    kernel call on reversed rows.
     """
     if band == FULL:
         return (Tile(ALL_ROWS, 0, queries, 0, keys),)
@@ -107,18 +107,17 @@ def _below_diagonal(queries: int, keys: int, high: int) -> list[Tile]:
 
 
 def _between_diagonals(queries: int, keys: int, low: int, high: int) -> list[Tile]:
-    """low <= j - i <= high, in blocks of as many queries as keep the two diagonals apart."""
+    """Tiles of the pairs with low <= j - i <= high, in blocks of as many queries as keep the two diagonals apart."""
     block, parts = max(1, high - low), []
     for start in range(0, queries, block):
         rows = min(block, queries - start)
-        # Before `middle` only the low bound can exclude a key of this block, from it on only the high one.
+        # Only the low bound can exclude keys of this block before `middle`, and only the high bound those from it on.
         middle = start + high + (high == low)
         for k_start, k_stop, band in (
             (max(0, start + low), min(keys, middle), Band(low=low)),
             (max(0, middle), min(keys, middle + rows), Band(high=high)),
         ):
-            if k_start >= k_stop or (high == low and band.low is None):
-                continue
-            inner = band.shifted(k_start - start, rows, k_stop - k_start)
-            parts += [part.moved(start, k_start) for part in dense_parts(rows, k_stop - k_start, inner)]
+            if k_start < k_stop and (high > low or band.high is None):
+                inner = band.shifted(k_start - start, rows, k_stop - k_start)
+                parts += [part.moved(start, k_start) for part in dense_parts(rows, k_stop - k_start, inner)]
     return parts
