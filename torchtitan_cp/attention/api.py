@@ -21,7 +21,7 @@ from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, resolve_strategy
 from torchtitan_cp.attention.tiles import rows_of
 
-BLOCK_SCORES = 2**24  # of one head, that `largest_logits` holds at once
+BLOCK_SCORES = 2**24  # how many scores of a head `largest_logits` holds at once
 # Per format of q, k and v: the functions to [B, S/P, H, D] and back.
 FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "bshd": (lambda x: x, lambda x: x),
@@ -46,27 +46,27 @@ def make_plan(
     row_pairs: RowPairs = ROW_PAIRS,
     groups: tuple[str, ...] = (),
 ) -> Plan:
-    """Work out one rank's plan from integers alone: in a loader's worker, a test, a simulation.
+    """Work out one rank's plan from integers alone, for example in a loader's worker or a test.
 
     Args:
         seq_len: S, in tokens.
         mask: default causal, one document.
-        ranks: P, size of the context-parallel group; `rank` is the place in it.
+        ranks: P, size of the context-parallel group; rank: this rank's number in it.
         strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
         like: another layer's plan, whose layout this one takes.
-        all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
+        all_to_all_ranks: for hybrid, the size of the inner groups; all_to_all sets it to P.
         ranks_per_node, row_pairs: as for ContextParallel.
         groups: names of the process groups, see Plan; none for a plan that is only inspected.
 
     Returns:
-        the plan of `rank`. Equal arguments give equal plans, which share their tiles.
+        The plan of `rank`. Equal arguments give equal plans, which share their tiles.
 
     Raises:
         LayoutError: S does not divide as the layout needs.
         PlanError: the mask does not fit the sequence, `rank` is outside the group, or options exclude each other.
     """
     mask = mask or AttentionMask()
-    mask.documents(seq_len)  # raises if they do not fit
+    mask.documents(seq_len)  # raises if the documents do not fit the sequence
     if not 0 <= rank < ranks:
         raise PlanError(f"rank {rank} is not one of {ranks} ranks", fix="give its place in the context-parallel group")
     check_name("kv_transfer", kv_transfer, CODECS)
@@ -88,10 +88,9 @@ def make_plan(
             f"`like` is a plan of {like.ranks} ranks and {like.sequence_length} tokens, not of {ranks} and {seq_len}",
             fix="give a plan of the same sequence and group as `like`",
         )
-    chosen = (
-        like.layout if like else make_layout(layout, seq_len, ranks, mask, ranks_per_node, all_to_all_ranks, row_pairs)
-    )
-    return Plan(seq_len, mask, chosen, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
+    options = (ranks_per_node, all_to_all_ranks, row_pairs)
+    rows = like.layout if like else make_layout(layout, seq_len, ranks, mask, *options)
+    return Plan(seq_len, mask, rows, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
 
 
 def attend(
@@ -123,7 +122,7 @@ def attend(
             subtracted from a score (Press et al., 2022); kernels reference and flex.
 
     Returns:
-        attention in q's dtype and format, `[B, S/P, Hq, Dv]`; rows of padding are zero.
+        Attention in q's dtype and format, `[B, S/P, Hq, Dv]`; rows of padding are zero.
 
     Raises:
         PlanError: shapes or dtypes do not fit the plan or each other, or the kernel cannot run them.
@@ -140,17 +139,17 @@ def attend(
 
 @torch.no_grad()
 def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd") -> Tensor:
-    """The largest scaled score of each head that the mask allows, over all queries of all ranks and the batch.
+    """The largest scaled score of each head that the mask allows, over the batch and the queries of all ranks.
 
-    QK clipping acts on it, and it grows before a loss spikes. Collective. It costs about half of an attention forward,
-    with the keys of one head at a time in memory; no kernel returns its largest score. Source: QK-Clip, Kimi K2
+    It is what QK clipping acts on, and it grows before a loss spikes. Collective. It costs about half an attention
+    forward, and holds the keys of one head at a time; no kernel returns its largest score. Source: QK-Clip, Kimi K2
     technical report (2025), section 2.1.
 
     Args:
-        q, k, plan, scale, qkv_format: as of `attend`.
+        q, k, plan, scale, qkv_format: as for `attend`.
 
     Returns:
-        `[Hq]`, fp32 (fp64 for fp64), the same on every rank; -inf where nothing is attended to.
+        `[Hq]`, fp32 (fp64 for fp64), the same on every rank; -inf where a head attends to nothing.
 
     Raises:
         PlanError: shapes or dtypes do not fit the plan or each other.
@@ -163,7 +162,7 @@ def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None,
     for head in range(q.shape[2]):
         if head % (q.shape[2] // k.shape[2]) == 0:
             keys = plan.unshard(k[:, :, head * k.shape[2] // q.shape[2]])
-        for tile in plan.gathered_tiles if len(q) else ():
+        for tile in plan.gathered_tiles:
             rows, columns = rows_of(tile)
             k_tile = keys[columns].to(dtype)
             block = max(1, BLOCK_SCORES // k_tile.shape[1])
@@ -176,34 +175,34 @@ def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None,
 
 @dataclass(eq=False, repr=False)
 class ContextParallel:
-    """Attention over a sequence that is split across the ranks of a mesh. Every rank of the mesh makes one together.
+    """Attention over a sequence that is split across the ranks of a mesh. All ranks of the mesh construct it together.
 
     Sources: Ring Attention (Liu et al., 2023), DeepSpeed-Ulysses (Jacobs et al., 2023) for all_to_all, USP (Fang and
     Zhao, 2024) for hybrid, and the context parallelism of Llama 3 (2024) for all_gather.
 
     Args:
-        mesh: DeviceMesh of the P ranks that share a sequence; 1-D, or for hybrid 2-D: the outer axis is
-            the ring, the inner one trades heads.
+        mesh: DeviceMesh of the P ranks that share a sequence: 1-D, or 2-D for hybrid, with the ring as the outer axis
+            and the ranks that trade heads as the inner one.
         strategy: by name: ring, all_gather, all_to_all, hybrid, or auto (hybrid on a 2-D mesh,
             otherwise by heads and window; the log says which and why).
         kernel: local kernel by name, or auto (by device and dtype).
         layout: contiguous, zigzag, balanced, documents, or auto (documents where they are packed, otherwise zigzag).
         kv_transfer: "exact", or "float8": ring, all_gather and hybrid carry K and V in e4m3 between ranks (hybrid
             in its ring), with an fp32 scale per head and row.
-        ranks_per_node: consecutive ranks of the mesh that sit in one node, which `documents` keeps documents in; under
-            hybrid it keeps them in an inner group.
+        ranks_per_node: consecutive ranks of the mesh that sit in one node; layout `documents` keeps a document within a
+            node where it can, and under hybrid within an inner group.
         row_pairs: (query, key) pairs that a rank computes while a row of keys and values travels (within a node, to
-            another one); by them `documents` weighs messages against uneven work.
+            another one); layout `documents` uses them to weigh messages against uneven work.
         whole_mesh: for hybrid, the same ranks as a 1-D mesh, which `gated_delta_rule`, `selective_scan` and
             `causal_conv` need.
 
     Attributes:
-        strategy: as given, and hybrid on a 2-D mesh.
+        strategy: as given, but hybrid on a 2-D mesh.
         make_plan: `plan` as a function that can be pickled, so that a loader's worker can make plans without a mesh.
 
     Raises:
-        LayoutError: an unknown layout.
-        PlanError: another unknown name, or a mesh whose axes do not fit the strategy or that is without this rank.
+        LayoutError: the layout is unknown.
+        PlanError: another name is unknown, or the axes of the mesh do not fit the strategy.
     """
 
     mesh: DeviceMesh
@@ -233,11 +232,9 @@ class ContextParallel:
                 f"ranks do not ascend along an axis of the mesh, or whole_mesh has others: {mesh}, {self.whole_mesh}",
                 fix="give meshes of the same ranks, in ascending order",
             )
-        if mesh.get_coordinate() is None:
-            raise PlanError(f"this rank is not in the mesh: {mesh}", fix="make it on the ranks of the mesh only")
         process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        # The ring's is first, the inner one last.
-        process_groups[1:1] = [self.whole_mesh.get_group()] if self.whole_mesh else []
+        if self.whole_mesh:
+            process_groups.insert(1, self.whole_mesh.get_group())  # the ring stays first, the inner group last
         groups = tuple(group.group_name for group in process_groups)
         open_groups(groups, mesh.device_type)
         self.make_plan: Callable[..., Plan] = partial(
@@ -255,7 +252,7 @@ class ContextParallel:
         )
 
     def plan(self, seq_len: int, mask: AttentionMask | None = None, like: Plan | None = None) -> Plan:
-        """This rank's plan for sequences; see `make_plan`, also for what it raises.
+        """This rank's plan for sequences of `seq_len` tokens; see `make_plan`, also for the errors.
 
         Args:
             seq_len: S, in tokens, of the whole sequence.
@@ -271,15 +268,15 @@ class ContextParallel:
 
 
 def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
-    """Sum a small tensor of one shape and any dtype over the ranks that share the plan's sequences.
+    """Sum a small tensor, which has the same shape on every rank, over the ranks that share the plan's sequences.
 
     Collective over the plan's group; without gradient.
 
     Returns:
-        a tensor of x's shape, the same on every rank, in x's dtype (int64 for bool and smaller integers).
+        A tensor of x's shape, the same on every rank, in x's dtype (int64 for bool and smaller integers).
 
     Raises:
-        PlanError: the plan is of several ranks and was made without groups.
+        PlanError: the plan has several ranks and was made without groups.
     """
     return gather(x.detach(), plan.process_groups).sum(0)
 

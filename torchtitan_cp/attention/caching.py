@@ -1,8 +1,7 @@
-"""Results that are kept for the newest arguments, as far as they fit: of functions on the host, and on a device.
+"""Caches that are bounded by bytes: for results of functions on the host, and for tensors on a device.
 
-The small tensors that the host works out for a plan and kernels read on the device are copied once. A sequence of 1M
-tokens may hold 100,000 documents: what is worked out for its plan is then tens of megabytes, and a cache that counts
-results would keep a thousand of them.
+A sequence of 1M tokens may hold 100,000 documents. What is worked out for its plan then takes tens of megabytes, and a
+cache that is bounded by a number of results would keep a thousand of them.
 """
 
 from collections import OrderedDict
@@ -16,28 +15,29 @@ from torch import Tensor
 
 T = TypeVar("T")
 KEPT_RESULTS, KEPT_BYTES = 1024, 256 << 20
-ENTRY_BYTES = 192  # of a tuple of a few numbers and what holds it, about
+ENTRY_BYTES = 192  # about what a tuple of a few numbers and the reference to it take
 
 
 class BoundedCache:
-    """An LRU cache by key and device, as far as values fit into `budget_bytes`; it keeps at least one.
+    """An LRU cache by key and device that holds up to `budget_bytes`, but at least one value.
 
     Args:
-        size_of: bytes of a value; None: of its tensors.
+        size_of: bytes of a value; default: the bytes of its tensors.
 
     Attributes:
-        held: (value, bytes) by key, the newest last; held_bytes: of all.
+        held: (value, bytes) by key, the least recently used first; held_bytes: the sum of the bytes.
     """
 
     def __init__(self, budget_bytes: int, size_of: Callable[[Any], int] | None = None) -> None:
-        self.budget_bytes, self.size_of = budget_bytes, size_of or _bytes
+        self.budget_bytes, self.size_of = budget_bytes, size_of or _tensor_bytes
         self.held: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self.held_bytes = 0
-        self._lock = RLock()  # a loader's thread, the main one and autograd's use it; garbage collection may, within
+        # The main thread, a loader's and autograd's use it. Reentrant, as garbage collection may use it in between.
+        self._lock = RLock()
 
     def get(self, key: Hashable, like: Tensor | None, make: Callable[[], T]) -> T:
         """The value of a key on the device of `like` (None: the host), or what `make` returns."""
-        # Tensors without data belong to the mode that made them.
+        # Fake tensors belong to the mode that made them.
         key = key, getattr(like, "device", None), getattr(like, "fake_mode", None)
         with self._lock:
             if key in self.held:
@@ -54,56 +54,57 @@ class BoundedCache:
 
 
 def keep_newest(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
-    """As lru_cache(1,024), but forgets all results once those since the last time have taken KEPT_BYTES.
+    """Like lru_cache(KEPT_RESULTS), but forgets everything whenever new results and their arguments reach KEPT_BYTES.
 
-    Counted with their arguments. For what can be worked out again.
+    For results that can be worked out again.
     """
-    taken = 0
+    taken_bytes = 0
 
     @lru_cache(KEPT_RESULTS)
     def run(*arguments: Any, **named: Any) -> T:
-        nonlocal taken
+        nonlocal taken_bytes
         result = function(*arguments, **named)
         size = host_bytes((result, *arguments))
-        taken += size
-        if taken > KEPT_BYTES:
+        taken_bytes += size
+        if taken_bytes > KEPT_BYTES:
             run.cache_clear()
-            taken = size
+            taken_bytes = size
         return result
 
     return run
 
 
 def hashed_once(cls: type[T]) -> type[T]:
-    """Mark a frozen dataclass whose objects keep their hash: every look-up in a cache would hash 100,000 documents.
+    """Make objects of a frozen dataclass keep their hash: each look-up in a cache would hash 100,000 documents again.
 
-    What is pickled is only the fields, and made again where it is loaded: there strings have other hashes.
+    Only the fields are pickled. Unpickling constructs a new object, since strings hash differently in another process.
     """
-    of_fields = cls.__hash__
-    cls.__hash__ = lambda self: vars(self).get("hash") or vars(self).setdefault("hash", of_fields(self))  # type: ignore
+    hash_fields = cls.__hash__
+    cls.__hash__ = lambda self: vars(self).get("hash") or vars(self).setdefault("hash", hash_fields(self))  # type: ignore
     cls.__reduce__ = lambda self: (cls, tuple(getattr(self, each.name) for each in fields(self)))  # type: ignore
     return cls
 
 
 def host_bytes(value: Any, depth: int = 3) -> int:
-    """About what tuples and lists in a value take, three deep, in the value and in its attributes."""
+    """About how many bytes the tuples and lists in a value and in its attributes take, down to three levels."""
     if not isinstance(value, tuple | list):
         return sum([host_bytes(x, depth) for x in getattr(value, "__dict__", {}).values()])
-    # By kind: a call for each of 100,000 documents would take half as long as their plan.
+    # Checked by type, since a call for each of 100,000 documents would take half as long as their plan.
     if depth == 2 and all(issubclass(kind, tuple | list) for kind in set(map(type, value))):
         return ENTRY_BYTES * sum(map(len, value))
     return sum(host_bytes(x, depth - 1) for x in value if type(x) is not int) if depth > 1 else ENTRY_BYTES * len(value)
 
 
-def _bytes(value: Any) -> int:
-    """Of the tensors in a value: in tuples, and in attributes of objects such as a BlockMask."""
+def _tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors in a value: in tuples, and in attributes of objects such as a BlockMask."""
     if isinstance(value, Tensor):
         return value.nbytes
-    return sum(map(_bytes, value if isinstance(value, tuple) else getattr(value, "__dict__", {}).values()))
+    return sum(map(_tensor_bytes, value if isinstance(value, tuple) else getattr(value, "__dict__", {}).values()))
 
 
 def to_device(x: Tensor, like: Tensor) -> Tensor:
-    """A copy on the device of `like`, for which the host does not wait."""
-    real = getattr(like, "fake_mode", None) is None
-    source = x.pin_memory() if like.is_cuda and real and x.is_cpu else x  # not under torch.set_default_device("cuda")
+    """A copy of `x` on the device of `like`; the host does not wait for it."""
+    fake = getattr(like, "fake_mode", None) is not None
+    # `x` is on the GPU already under torch.set_default_device("cuda").
+    source = x.pin_memory() if like.is_cuda and x.is_cpu and not fake else x
     return like.new_empty(x.shape, dtype=x.dtype).copy_(source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Rows of K and V as one flat message, exact or in 8 bits."""
+"""Encodings of K and V rows as one flat message: exact, or in 8 bits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from torchtitan_cp.attention.collectives import unpack
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 SCALE_BYTES = 4
 
 
@@ -21,7 +22,7 @@ class Codec:
         encode: (k `[B, n, H, Dqk]`, v `[B, n, H, Dv]`) -> a flat message.
         decode: (message, n, k, v) -> [k, v] of n rows, with the heads, dims and dtype of the given k and v.
         dtype: of a message; None: that of k and v.
-        scale_elements: that each row of a head has beside its values.
+        scale_elements: how many elements each row of a head takes beside its values.
     """
 
     encode: Callable[[Tensor, Tensor], Tensor]
@@ -30,15 +31,15 @@ class Codec:
     scale_elements: int = 0
 
     def new_message(self, rows: int, k: Tensor, v: Tensor) -> Tensor:
-        """An empty message of so many rows, to receive into."""
+        """An empty message to receive `rows` rows into."""
         row_elements = k.shape[3] + v.shape[3] + 2 * self.scale_elements
         return k.new_empty(rows * k.shape[0] * k.shape[2] * row_elements, dtype=self.dtype)
 
 
 def _encode_exact(k: Tensor, v: Tensor) -> Tensor:
     message = k.new_empty(k.numel() + v.numel())
-    for room, x in zip(unpack(message, (k.shape, v.shape)), (k, v), strict=True):
-        room.copy_(x)
+    for part, x in zip(unpack(message, (k.shape, v.shape)), (k, v), strict=True):
+        part.copy_(x)
     return message
 
 
@@ -49,9 +50,9 @@ def _decode_exact(message: Tensor, rows: int, k: Tensor, v: Tensor) -> list[Tens
 
 def _encode_float8(k: Tensor, v: Tensor) -> Tensor:
     """One scale for each row of each head."""
-    parts, smallest = [], torch.finfo(torch.float32).tiny
+    parts = []
     for x in (k, v):
-        scale = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_min(smallest)
+        scale = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_min(SMALLEST_SCALE)
         parts += [(x.float() / scale).to(FLOAT8).view(torch.uint8).flatten(), scale.view(torch.uint8).flatten()]
     return torch.cat(parts)
 

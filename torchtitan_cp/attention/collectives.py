@@ -1,4 +1,7 @@
-"""Messages of attention between the ranks of a group. (The doctor also gathers Python objects, see recording.py.)"""
+"""Messages between the ranks of a group: everything that attention sends goes through `Group`.
+
+Only the doctor sends more, Python objects; see recording.py.
+"""
 
 import math
 from collections import deque
@@ -22,16 +25,16 @@ Shape = tuple[int, ...]
 Message = tuple[int, Tensor]  # the other rank, and the tensor that is sent to it or received from it
 
 BYTES_AHEAD = 1 << 30
-_ahead: deque[tuple[Any, int]] = deque()  # an event after the wait for messages, and their bytes
+_ahead: deque[tuple[Any, int]] = deque()  # (CUDA event behind the wait for some messages, their bytes)
 
 Watch = Callable[[], AbstractContextManager[None]]
 _watches: tuple[Watch, Watch] = (nullcontext, nullcontext)
 
 
 def watch_messages(during_wait: Watch = nullcontext, in_flight: Watch = nullcontext) -> None:
-    """Enter these contexts around every message of this process from now on, for example to time them.
+    """From now on, enter these contexts around every message of this process, for example to time them.
 
-    A call without arguments ends that.
+    A call without arguments stops this.
 
     Args:
         during_wait: around each wait for a message. On CUDA the stream waits, not the host: time it with events.
@@ -47,11 +50,13 @@ class Pending(Generic[Result]):
     Args:
         works: handles of torch.distributed.
         finish: makes the result from the received tensors.
-        kept: tensors that must live until the messages have arrived.
+        tensors: those sent and received, which must live until the messages have arrived.
     """
 
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], Result], kept: Sequence[Tensor] = ()) -> None:
-        self.works, self.finish, self.kept = works, finish, kept
+    def __init__(
+        self, works: Sequence[dist.Work], finish: Callable[[], Result], tensors: Sequence[Tensor] = ()
+    ) -> None:
+        self.works, self.finish, self.tensors = works, finish, tensors
         if works:
             self.flight = _watches[1]()
             self.flight.__enter__()
@@ -63,20 +68,20 @@ class Pending(Generic[Result]):
                 for work in self.works:
                     work.wait()
             self.flight.__exit__(None, None, None)
-            if self.kept and self.kept[0].is_cuda and not _captures_graph():
-                _ahead.append((torch.cuda.current_stream().record_event(), sum(x.nbytes for x in self.kept)))
+            if self.tensors[0].is_cuda and not _captures_graph():
+                _ahead.append((torch.cuda.current_stream().record_event(), sum(x.nbytes for x in self.tensors)))
         return self.finish()
 
 
 class Group:
-    """A process group by its registered name, or a single rank alone. All ranks make the same calls in the same order.
+    """A process group by its registered name; without a name, a group of one rank.
 
-    On gloo every message goes directly from rank to rank, which is up to three times faster than gloo's
-    collectives; sums are then made here, in rank order.
+    All ranks of a group make the same calls in the same order. On gloo every message goes directly from rank to
+    rank, which is up to three times faster than gloo's collectives; sums are then computed here, in rank order.
 
     Attributes:
-        rank: this rank within the group.
-        ranks: its size.
+        rank: this rank's number in the group; ranks: the size of the group.
+        direct: whether messages go from rank to rank.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -85,7 +90,7 @@ class Group:
         self.direct = self.group is None or dist.get_backend(self.group) == "gloo"
 
     def send_receive(self, send: Tensor, target: int, receive: Tensor, source: int) -> Pending[Tensor]:
-        """Start a send of a contiguous tensor to one rank and a receive from another; an empty one is no message."""
+        """Start to send a contiguous tensor to one rank and to receive from another; empty tensors are not sent."""
         return self._post(_filled([(target, send)]), _filled([(source, receive)]), lambda: receive)
 
     def all_gather(self, x: Tensor) -> Pending[Tensor]:
@@ -102,14 +107,14 @@ class Group:
         """Start to sum over the ranks, each of which keeps its own part: `[P, ..] -> [..]`."""
         x = x.contiguous()
         if not self.direct:
-            own = torch.empty_like(x[0])
-            work = _reduce_scatter(own.flatten(), x.flatten(), group=self.group, async_op=True)
-            return Pending([work], lambda: own, [x])
+            total = torch.empty_like(x[0])
+            work = _reduce_scatter(total.flatten(), x.flatten(), group=self.group, async_op=True)
+            return Pending([work], lambda: total, [x])
         parts = torch.empty_like(x)
         return self._trade(x, parts, lambda: parts.sum(0))
 
     def uneven_all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> list[list[Tensor]]:
-        """Give the flat part i to rank i, and get tensors of `shapes[i]` from it; empty parts send no message."""
+        """Send the flat part i to rank i, and receive tensors of `shapes[i]` from it; empty parts are not sent."""
         received = [x.new_empty(sum(map(math.prod, of_rank))) for x, of_rank in zip(parts, shapes, strict=True)]
         self._trade(parts, received, lambda: received).wait()
         return [unpack(x, of_rank) for x, of_rank in zip(received, shapes, strict=True)]
@@ -117,13 +122,14 @@ class Group:
     def _trade(
         self, parts: Sequence[Tensor] | Tensor, received: list[Tensor] | Tensor, finish: Callable[[], Result]
     ) -> Pending[Result]:
-        """Start to send part i to rank i, the nearest first: they should not all write to the same one."""
+        """Start to send part i to rank i, in an order in which not all ranks write to the same one at once."""
         received[self.rank] = parts[self.rank]
         others = [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
-        sends, receives = ([(rank, side[rank]) for rank in others] for side in (parts, received))
+        sends, receives = ([(rank, tensors[rank]) for rank in others] for tensors in (parts, received))
         return self._post(_filled(sends), _filled(receives), finish)
 
     def _post(self, sends: list[Message], receives: list[Message], finish: Callable[[], Result]) -> Pending[Result]:
+        """Start all messages; everything that travels from rank to rank passes here."""
         _limit_bytes_ahead()
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for to, x in sends]
         operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for source, x in receives]
@@ -132,39 +138,39 @@ class Group:
 
 
 def _limit_bytes_ahead() -> None:
-    """Let the host be ahead of a GPU by BYTES_AHEAD of messages, or by the last two if these are more.
+    """Let the host run ahead of a GPU by BYTES_AHEAD of messages, or by the last two messages if they are larger.
 
-    However early a message is freed, its memory is free for others only when the GPU is past it (`record_stream`), and
-    a host that had launched the steps of many layers would take new memory for each. So does `limit_all_gathers` of
-    FSDP1. The GPU does not run dry: it still has the work between the last two.
+    However early a message is freed, its memory can be reused only when the GPU is past it (`record_stream`). A host
+    that has launched the steps of many layers would need new memory for each. `limit_all_gathers` of FSDP1 is the same
+    remedy. The GPU does not run out of work: it still has the work between the last two messages.
     """
-    if _captures_graph():  # in which no event may be queried, and whose memory is a pool of its own
+    if _captures_graph():  # while it captures, events may not be queried, and memory comes from a pool of its own
         return
     while _ahead and (_ahead[0][0].query() or (len(_ahead) > 2 and sum(size for _, size in _ahead) > BYTES_AHEAD)):
         _ahead.popleft()[0].synchronize()
 
 
 def _captures_graph() -> bool:
-    """Whether CUDA records launches into a graph, as with `compile.mode = "reduce-overhead"`."""
+    """Whether CUDA is capturing launches into a graph, as with `compile.mode = "reduce-overhead"`."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _filled(messages: list[Message]) -> list[Message]:
-    """Those that hold something."""
+    """The messages that are not empty."""
     return [(rank, x) for rank, x in messages if x.numel()]
 
 
 def unpack(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """The tensors that begin a flat one."""
+    """Views of the tensors of these shapes that a flat tensor begins with."""
     sizes = [math.prod(shape) for shape in shapes]
     return [x.view(shape) for x, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
 
 
 def find_group(names: tuple[str, ...], ranks: int) -> Group:
-    """The first of the process groups registered under these names that has so many ranks; one rank alone needs none.
+    """The first of the process groups registered under these names that has `ranks` ranks; for one rank, no group.
 
     Raises:
-        PlanError: there is none.
+        PlanError: none of them has.
     """
     for group in (Group(), *map(Group, names)):
         if group.ranks == ranks:
@@ -178,10 +184,9 @@ def find_group(names: tuple[str, ...], ranks: int) -> Group:
 
 
 def open_groups(names: tuple[str, ...], device_type: str) -> None:
-    """Run one collective over each NCCL group: NCCL needs it before some of its ranks exchange messages alone."""
-    for name in names:
-        if device_type != "cpu":
-            Group(name).all_gather(torch.zeros(1, device=device_type)).wait()
+    """Run one collective in each NCCL group, which NCCL needs before only some of its ranks exchange messages."""
+    for name in names if device_type != "cpu" else ():
+        Group(name).all_gather(torch.zeros(1, device=device_type)).wait()
 
 
 def gather(x: Tensor, groups: tuple[Group, Group]) -> Tensor:

@@ -1,6 +1,6 @@
-"""What this rank holds of a tensor that may be a DTensor: its local tensor, and where that lies in the whole.
+"""What this rank holds of a tensor that may be a DTensor: its local tensor, and where that lies in the full tensor.
 
-Importing DTensor takes a second, and a config is checked and planned without one: it is known by its methods.
+Importing DTensor takes a second, which checking and planning a config should not: it is recognized by its methods.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, a plain tensor as it is."""
+    """This rank's shard of a DTensor; a plain tensor is returned as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def shard_slices(tensor: Any) -> tuple[slice, ...]:
-    """Where this rank's shard lies in the whole tensor, a slice per dim."""
+    """Where this rank's shard lies in the full tensor, a slice per dim."""
     if hasattr(tensor, "placements"):
         return find_shard(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(0, size) for size in tensor.shape)
 
 
 def find_shard(shape: Sequence[int], mesh: DeviceMesh, placements: "Sequence[Placement]") -> tuple[slice, ...]:
-    """Where this rank's shard of a DTensor of this global shape lies in the whole tensor, a slice per dim.
+    """Where this rank's shard of a DTensor with this global shape lies in the full tensor, a slice per dim.
 
-    The inner axes of the mesh cut first: FSDP cuts what tensor parallelism left. A dim of n entries on r ranks gives
-    each rank ceil(n / r) of them, the last ranks fewer or none.
+    The inner axes of the mesh cut first: FSDP cuts what tensor parallelism left. Of n entries of a dim, each of r ranks
+    gets ceil(n / r); the last ranks get fewer or none.
     """
     spans = [(0, size) for size in shape]
     for axis in reversed(range(mesh.ndim)):

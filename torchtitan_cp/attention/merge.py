@@ -1,14 +1,14 @@
-"""Sums that tiles add to: the running softmax of the output, and gradients."""
+"""Sums to which tiles add: the running softmax of the output, and gradients."""
 
 import torch
 from torch import Tensor
 
-Rows = tuple[slice | Tensor, slice | Tensor]  # an index of (batch rows, local rows); of `[n]` int64, gathered
+Rows = tuple[slice | Tensor, slice | Tensor]  # an index of (batch rows, local rows); `[n]` int64 tensors gather rows
 ALL: Rows = (slice(None), slice(None))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums: fp32, or fp64 for fp64."""
+    """The dtype in which tensors of `dtype` are summed: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -28,7 +28,7 @@ class RunningSoftmax:
         self.sums: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Merge tiles that share no row: out `[b, n, Hq, Dv]` (`[n, Hq, Dv]` of gathered batch rows) and lse."""
+        """Merge tiles that share no query row: out `[b, n, Hq, Dv]` (`[n, Hq, Dv]` for gathered rows) and lse."""
         if self.sums is None and out.shape == self.shape:
             self.sums = out, lse
             return
@@ -40,7 +40,7 @@ class RunningSoftmax:
         total_lse[rows] = merged
 
     def _totals(self) -> tuple[Tensor, Tensor]:
-        """The running (out, lse) in their accumulation dtype, made when a second tile needs them."""
+        """The running (out, lse) in their accumulation dtype; a single tile that covers all rows needs none."""
         dtype = accumulation_dtype(self.q.dtype)
         if self.sums:
             return self.sums[0].to(dtype), self.sums[1]
@@ -51,8 +51,8 @@ class RunningSoftmax:
         """(out in the inputs' dtype, lse).
 
         Args:
-            sinks: `[Hq]` a logit that each query of a head attends to besides its keys, with a value of
-                zero. It adds to the log-sum-exp and so shrinks the output.
+            sinks: `[Hq]`, per head a logit that each query attends to besides its keys, with a value of zero. It
+                adds to the log-sum-exp and so shrinks the output.
         """
         out, lse = self.sums or self._totals()
         if sinks is not None:
@@ -64,11 +64,11 @@ class RunningSoftmax:
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Gradient of `[Hq]` sinks from these rows: the softmax weight of a sink times -(dout . out)."""
+    """The gradient of `[Hq]` sinks from these rows: the softmax weight of a sink times -(dout . out)."""
     if sinks is None:
         return None
     weight = torch.exp(sinks.to(lse.dtype) - lse).masked_fill_(lse == float("-inf"), 0.0)
-    # A row of padding has no output; its dout may hold anything, so it must not count.
+    # A row of padding has output zero, and its dout may hold anything, so it must not count.
     row_dots = (dout.to(lse.dtype) * out.to(lse.dtype)).masked_fill_(out == 0, 0.0).sum(-1)
     return -(weight * row_dots).sum((0, 1))
 
@@ -76,7 +76,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) 
 class GradientSum:
     """The gradient of `x` `[B, rows, H, D]`, to which tiles add in fp32 (fp64 for fp64).
 
-    A single tile's gradient is kept in the dtype it came in.
+    The gradient of a single tile that covers `x` keeps its dtype.
     """
 
     def __init__(self, x: Tensor) -> None:

@@ -23,7 +23,7 @@ from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strateg
 
 @keep_newest
 def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
-    """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's."""
+    """The plan with the strategy that runs: `auto` depends on the heads, and a group of one rank runs the ring."""
     if plan.strategy == "auto" and plan.ranks > 1 and plan.kv_transfer == "exact":
         log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
     strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
@@ -34,16 +34,13 @@ def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
 
 
 def prepare_plan(plan: Plan) -> None:
-    """Work out a plan's tiles, and what a kernel that it names makes of them on the host, ahead of the first attention.
+    """Work out a plan's tiles, and what the kernel that it names needs on the host, before the first attention.
 
-    For a loader's thread; attention does what is left.
-
-    Args:
-        plan: this rank's; the same work is not done twice for equal plans.
+    A loader's thread calls this; what it does not do, attention does. Equal plans share the work.
     """
     queries, rows = plan.local_tokens * plan.all_to_all_ranks, len(plan.mask.documents(plan.sequence_length))
     steps = [(step.tiles, count_rows(step.receive)) for step in plan.steps]
-    strategy = STRATEGIES.get(plan.strategy)  # `auto` takes none that gathers keys
+    strategy = STRATEGIES.get(plan.strategy)  # none for `auto`, which never chooses one that gathers keys
     if strategy and strategy.gathers_keys and plan.ranks > 1:
         steps = [(plan.gathered_tiles, plan.sequence_length)]
     kernel = KERNELS.get(plan.kernel)
@@ -52,46 +49,44 @@ def prepare_plan(plan: Plan) -> None:
             kernel.prepare(tiles, rows, queries, keys)
 
 
-def _prepare(
-    handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: ScoreMod, *per_head: Tensor | None
+def _make_call(
+    handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: ScoreMod, *sinks_and_slopes: Tensor | None
 ) -> tuple[Strategy, Call]:
-    """The strategy of a plan, and its call for (query, key) heads and `per_head`: sinks and slopes."""
-    plan, (sinks, slopes) = with_strategy(find_plan(handle), *heads), per_head
+    """The strategy of a plan, and its call for (query, key) heads."""
+    plan = with_strategy(find_plan(handle), *heads)
     plan.check_batch(len(q))
-    ring_group, all_to_all_group = plan.process_groups
+    _, slopes = sinks_and_slopes
     options = {"softcap": scores.softcap > 0, "alibi": slopes is not None, "dense": plan.mask.dense}
     kernel = choose_kernel(plan.kernel, q, v, **options)
-    call = Call(plan, kernel, scores, heads[1], ring_group, all_to_all_group, sinks, slopes)
-    return STRATEGIES[plan.strategy], call
+    return STRATEGIES[plan.strategy], Call(plan, kernel, scores, heads[1], *plan.process_groups, *sinks_and_slopes)
 
 
-def _packed_heads(x: Tensor) -> Tensor:
-    """`[B, rows, H, D]` whose last dim has stride 1: kernels read it so, and aten's on the CPU does not check."""
+def _with_unit_stride(x: Tensor) -> Tensor:
+    """`x` with stride 1 in its last dim, which kernels rely on; aten's CPU kernel does not check it."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function an operator of torch.library, whose dtypes are its own even where autocast is on."""
+    """Make a function an operator of torch.library. Autocast does not change its dtypes."""
 
     def register(function: Callable[..., Any]) -> Any:
         @wraps(function)
         def run(*arguments: Any) -> Any:
-            if forward_ad._current_level >= 0:  # torch.library would drop the tangents, in silence
+            if forward_ad._current_level >= 0:  # torch.library would drop the tangents silently
                 raise PlanError(f"{name} has no forward-mode derivative", fix="use reverse mode, such as backward()")
             with torch._C._DisableAutocast():
                 return function(*arguments)
 
-        # A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.
-        return torch.library.custom_op(
-            f"torchtitan_cp::{name}", run, mutates_args=(), tags=[torch.Tag.cudagraph_unsafe]
-        )
+        # A replayed CUDA graph would run the plan that it was recorded with, since Python looks up the plan.
+        tags = [torch.Tag.cudagraph_unsafe]
+        return torch.library.custom_op(f"torchtitan_cp::{name}", run, mutates_args=(), tags=tags)
 
     return register
 
 
 def _new_outputs(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What `attention` returns, by shape and dtype."""
-    all_to_all_ranks = int(options[-1])  # torch.compile may not know it, after a change of it
+    all_to_all_ranks = int(options[-1])  # torch.compile makes it symbolic once it has changed
     (batch, rows, heads, _), lse_dtype = q.shape, accumulation_dtype(q.dtype)
     out = q.new_empty((batch, rows, heads, v.shape[-1]))
     lse = q.new_empty((batch, rows, heads), dtype=lse_dtype)
@@ -127,10 +122,8 @@ def attention(
     all_to_all_ranks: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`, the residuals of an all-to-all of `all_to_all_ranks`)."""
-    if not len(q):  # which some kernels refuse
-        return _new_outputs(q, k, v, all_to_all_ranks)
-    q, k, v = map(_packed_heads, (q, k, v))
-    strategy, call = _prepare(handle, q, v, (q.shape[2], k.shape[2]), ScoreMod(scale, softcap), sinks, slopes)
+    q, k, v = map(_with_unit_stride, (q, k, v))
+    strategy, call = _make_call(handle, q, v, (q.shape[2], k.shape[2]), ScoreMod(scale, softcap), sinks, slopes)
     out, lse, residuals = strategy.forward(q, k, v, call)
     return out, lse, [] if all_to_all_ranks == 1 else list(residuals)
 
@@ -147,15 +140,10 @@ def attention_backward(
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
-    if not len(dout):
-        return _new_gradients(dout, residuals, sinks, key_heads)
-    dout, q, k, v, out = map(_packed_heads, (dout, *residuals[:4]))
-    kept = Residuals(q, k, v, out, residuals[4])
-    strategy, call = _prepare(
-        handle, kept.q, kept.v, (dout.shape[2], key_heads), ScoreMod(scale, softcap), sinks, slopes
-    )
-    *gradients, dsinks = strategy.backward(dout, kept, call)
-    # Compiled code relies on the strides that the fake kernel promises.
+    dout, q, k, v, out = map(_with_unit_stride, (dout, *residuals[:4]))
+    strategy, call = _make_call(handle, q, v, (dout.shape[2], key_heads), ScoreMod(scale, softcap), sinks, slopes)
+    *gradients, dsinks = strategy.backward(dout, Residuals(q, k, v, out, residuals[4]), call)
+    # Compiled code relies on the strides that `_new_gradients` promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     return dq, dk, dv, dout.new_empty(0) if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
 

@@ -1,7 +1,7 @@
-"""Plans by number, so that a compiled graph can take one as an input: a number in a CPU tensor.
+"""Plans by number, so that a compiled graph can take a plan as an input: as a number in a CPU tensor.
 
-Another plan is another number and compiles nothing anew, and a recomputation under activation
-checkpointing finds the plan of its own forward.
+A new plan is a new number, and recompiles nothing. A recomputation under activation checkpointing finds the plan of
+its own forward.
 """
 
 from threading import RLock
@@ -15,37 +15,34 @@ from torchtitan_cp.attention.caching import KEPT_BYTES, KEPT_RESULTS, BoundedCac
 from torchtitan_cp.attention.errors import PlanError
 
 _plans: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_lock = RLock()  # a loader's thread makes plans too, and garbage collection can end one at any point
+_lock = RLock()  # a loader's thread registers plans too; reentrant, as garbage collection may remove one in between
 _kept = BoundedCache(KEPT_BYTES, lambda plan: max(KEPT_BYTES // KEPT_RESULTS, host_bytes((plan,))))
 
 
 def register_plan(plan: Any) -> tuple[Tensor, Any]:
-    """The number of a plan in this process, int64 on CPU, and the plan registered under it.
+    """The number of a plan in this process, int64 on CPU, and the plan that is registered under it.
 
-    Equal plans share a number and the first of them is registered, as long as it lives: the others must hold it. The
-    plans registered or found last are kept alive, even if nobody else holds them: 1,024, or as many as take KEPT_BYTES.
+    Equal plans share a number, and the first of them is registered, for as long as it lives: the others must hold a
+    reference to it. The latest plans that were registered or found are kept alive here, even if nobody else holds
+    them: KEPT_RESULTS of them, or as many as fit into KEPT_BYTES.
     """
     number = hash(plan)
     with _lock:
-        while (first := _plans.setdefault(number, plan)) != plan:
+        while (registered := _plans.setdefault(number, plan)) != plan:
             number += 1
-        _kept.get(number, None, lambda: first)
+        _kept.get(number, None, lambda: registered)
     with torch.inference_mode(False):  # autograd cannot save a tensor of inference mode
-        return torch.tensor(number, device="cpu"), first
+        return torch.tensor(number, device="cpu"), registered
 
 
 def find_plan(handle: Tensor) -> Any:
     """The plan registered under a number.
 
     Raises:
-        PlanError: nobody holds it, and others were registered or found since: 1,024, or fewer of many documents.
+        PlanError: nobody holds it, and too many other plans have been registered or found since.
     """
     number = int(handle)
     plan = _plans.get(number)
     if plan is None:
-        raise PlanError(
-            f"plan {number} is no longer kept",
-            fix=f"hold it until its backward has run, or make fewer others before than {KEPT_RESULTS}, or than take "
-            f"{KEPT_BYTES >> 20} MiB",
-        )
+        raise PlanError(f"plan {number} is no longer kept", fix="hold a reference to it until its backward has run")
     return _kept.get(number, None, lambda: plan)

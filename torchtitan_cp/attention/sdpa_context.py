@@ -1,6 +1,6 @@
 """Context parallelism for unmodified models: their scaled_dot_product_attention calls are intercepted.
 
-What is right on a whole sequence and wrong on a shard of it is refused.
+Operations that are right on a whole sequence and wrong on a shard of it are refused.
 """
 
 import re
@@ -24,7 +24,7 @@ from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
 
-# The last two serve calls without autograd, in inference mode.
+# CPU and CUDA serve calls in inference mode, without autograd.
 DISPATCH_KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
 _ATTENTION_MODULE = re.compile(r"(Attention|Attn)\d*$")
 _TOKEN_MIXER_MODULE = re.compile(r"DeltaNet|DeltaAttention|LinearAttention|Mamba|RWKV|Retention|ShortConv|Recurrent")
@@ -57,40 +57,40 @@ def context_parallel(
     count from 0 on every rank. Shift the labels of a next-token loss before they are sharded, since a shard's
     next token may be on another rank. Each rank has the loss of its own tokens: divide their sum by the token
     count of all ranks. For Hugging Face models that is `model(ids, attention_mask=torch.ones_like(ids),
-    position_ids=positions, labels=labels, shift_labels=labels, num_items_in_batch=count)`: given a mask of
-    ones they leave the causal order to SDPA; without one they read a shard's positions as packed documents
-    and build a mask of their own, which is refused here.
+    position_ids=positions, labels=labels, shift_labels=labels, num_items_in_batch=count)`. Given a mask of
+    ones, they leave the causal order to SDPA. Without one, they take jumps in a shard's positions for packed
+    documents and build a mask, which is refused here.
 
     Args:
         cp: how attention crosses the ranks.
         buffers: tensors of one length along their sequence dims, sharded in place and restored at the end.
         buffer_seq_dims: the sequence dim of each.
-        no_restore_buffers: of these, the ones left as shards.
-        mask: what may attend to what; default the causal order of each call, over one document.
+        no_restore_buffers: buffers that stay shards after the block.
+        mask: what may attend to what; by default the causal order of each call, over one document.
         model: named in the error if it never calls SDPA.
 
     Yields:
-        this rank's plan.
+        This rank's plan.
 
     Raises:
-        PlanError: buffers that do not fit together; a call that a shard cannot honour (with an attn_mask, a
-            dropout, another length, another causal order than `mask`'s, reentrant checkpointing); a module named
-            as attention that makes no call, or has a window other than `mask`'s; a convolution or recurrence
-            over the sequence; positions counted or labels shifted within the shard; or no call at all.
+        PlanError: buffers do not fit together; a call does something that a shard cannot honour (an attn_mask,
+            dropout, another length, another causal order than `mask`'s, reentrant checkpointing); a module whose
+            name says attention makes no call, or has a window other than `mask`'s; a convolution or recurrence
+            runs over the sequence; positions are counted or labels shifted within the shard; nothing calls SDPA.
     """
     length = _common_length(buffers, buffer_seq_dims)
-    asked = mask or AttentionMask()
-    layout_plan = cp.plan(length, asked)
-    other = cp.plan(length, replace(asked, causal=not asked.causal), like=layout_plan)
-    shards = list(zip(buffers, buffer_seq_dims, strict=True))
-    block = _Block({asked.causal: layout_plan, other.mask.causal: other}, mask, shards)
+    base_mask = mask or AttentionMask()
+    plan = cp.plan(length, base_mask)
+    plans = {causal: cp.plan(length, replace(base_mask, causal=causal), like=plan) for causal in (True, False)}
+    sharded = list(zip(buffers, buffer_seq_dims, strict=True))
+    block = _Block(plans, mask, sharded)
     whole = [buffer.detach().view(buffer.shape) for buffer in buffers]
     try:
         with torch.no_grad():
-            for buffer, dim in shards:
-                buffer.set_(layout_plan.shard(buffer, dim).contiguous())  # type: ignore[call-overload]
+            for buffer, dim in sharded:
+                buffer.set_(plan.shard(buffer, dim).contiguous())  # type: ignore[call-overload]
         with block.active():
-            yield layout_plan
+            yield plan
         if not block.calls:
             raise _never_called(model)
     finally:
@@ -101,14 +101,10 @@ def context_parallel(
 
 
 def _common_length(buffers: Sequence[Tensor], dims: Sequence[int]) -> int:
-    if not buffers or len(buffers) != len(dims):
-        raise PlanError(
-            f"context_parallel has {len(buffers)} buffers and {len(dims)} sequence dims",
-            fix="give at least one buffer, and one dim for each",
-        )
+    """The length of all buffers along their sequence dims."""
     shapes = [tuple(buffer.shape) for buffer in buffers]
-    lengths = {shape[dim] if -len(shape) <= dim < len(shape) else 0 for shape, dim in zip(shapes, dims, strict=True)}
-    if len(lengths) > 1 or 0 in lengths:
+    lengths = {shape[dim] for shape, dim in zip(shapes, dims, strict=True)}
+    if len(lengths) != 1:
         raise PlanError(f"buffers {shapes} have no one length along dims {[*dims]}", fix="give each its sequence dim")
     if any(buffer.requires_grad for buffer in buffers):
         raise PlanError("a buffer requires grad and cannot be sharded in place", fix="shard it with plan.shard")
@@ -136,29 +132,32 @@ class _Block(TorchFunctionMode):
 
     Args:
         plans: by whether a call is causal.
-        mask: of the block, None for the causal order of each call.
-        shards: the buffers, each with its sequence dim; still whole.
+        mask: the block's; None for the causal order of each call.
+        buffers: (buffer, sequence dim), before they are sharded.
 
     Attributes:
-        calls: how many were intercepted so far.
+        calls: how many calls were intercepted so far.
+        positions: ids of the buffers that hold positions.
+        sequence_dims: the sequence dim of each other buffer, by id.
+        counter: name of the function that counted positions within a shard, if one did.
+        read_positions: whether a function has read a buffer of positions.
+        calls_before: per attention module that runs, how many calls there were before it.
     """
 
-    def __init__(
-        self, plans: dict[bool, Plan], mask: AttentionMask | None, shards: Sequence[tuple[Tensor, int]]
-    ) -> None:
+    def __init__(self, plans: dict[bool, Plan], mask: AttentionMask | None, buffers: list[tuple[Tensor, int]]) -> None:
         super().__init__()
         self.plans, self.plan, self.mask, self.calls = plans, plans[True], mask, 0
-        self.positions = {id(buffer) for buffer, dim in shards if _counts_positions(buffer, dim)}
-        self.dims = {id(buffer): dim % buffer.ndim for buffer, dim in shards if id(buffer) not in self.positions}
-        self.counted, self.read_positions = "", False
-        self.entered: dict[nn.Module, int] = {}
+        self.positions = {id(buffer) for buffer, dim in buffers if _counts_positions(buffer, dim)}
+        self.sequence_dims = {id(x): dim % x.ndim for x, dim in buffers if id(x) not in self.positions}
+        self.counter, self.read_positions = "", False
+        self.calls_before: dict[nn.Module, int] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Intercept and check.
 
-        The operator behind scaled_dot_product_attention is replaced, in every thread, and not the Python function:
-        modules hold the function under other names, and a recomputation runs in autograd's threads.
+        What is replaced is the operator behind scaled_dot_product_attention, in every thread, not the Python function:
+        modules may hold the function under other names, and a recomputation runs in autograd's threads.
         """
         with ExitStack() as stack:
             library = torch.library.Library("aten", "IMPL")
@@ -186,7 +185,7 @@ class _Block(TorchFunctionMode):
         """The signature of torch.nn.functional.scaled_dot_product_attention, `[B, H, S/P, D]`."""
         refusal = self._refusal(query, key, value, attn_mask, dropout_p, is_causal)
         if not self.calls:
-            # At the first call all ranks raise if one refuses: the others would wait for its keys.
+            # If one rank refuses the first call, all ranks raise: the others would wait for its keys forever.
             refused = torch.tensor(refusal is not None, device=query.device, dtype=torch.uint8)
             if gather(refused, self.plan.process_groups).any() and not refusal:
                 refusal = PlanError("another rank refused this call; its message says why")
@@ -201,9 +200,9 @@ class _Block(TorchFunctionMode):
     ) -> PlanError | None:
         """Why a shard cannot honour a call, or None."""
         local_tokens = self.plan.local_tokens
-        if self.counted and not self.read_positions:
+        if self.counter and not self.read_positions:
             return PlanError(
-                f"{self.counted} counted {local_tokens} tokens before attention: positions within a rank's shard",
+                f"{self.counter} counted {local_tokens} tokens before attention: positions within a rank's shard",
                 fix="put position ids of the full sequence among the buffers, and give them to the model",
             )
         if attn_mask is not None:
@@ -241,9 +240,9 @@ class _Block(TorchFunctionMode):
         self.read_positions |= any(id(x) in self.positions for x in (*args, *kwargs.values()))
         if func in _COUNTERS and local > 1 and out.shape[-1:] == (local,):
             if (out[..., -1] - out[..., 0] == local - 1).all():
-                self.counted = name
-        elif func in _SHIFTS and args and id(args[0]) in self.dims:
-            dim = self.dims[id(args[0])]
+                self.counter = name
+        elif func in _SHIFTS and args and id(args[0]) in self.sequence_dims:
+            dim = self.sequence_dims[id(args[0])]
             if "roll" in name or (out.ndim == args[0].ndim and out.shape[dim] != local):
                 raise PlanError(
                     f"{name} shifts or cuts a buffer along its sequence, which is wrong at the edges of a shard",
@@ -253,34 +252,37 @@ class _Block(TorchFunctionMode):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = type(module).__name__
-        # A convolution's weight may go to a function of another library, so its owner is refused.
+        # Another library's function may read a convolution's weight, so the module that owns it is refused.
         if _TOKEN_MIXER_MODULE.search(name) or any(map(_is_sequence_layer, (module, *module.children()))):
             raise _mixes_neighbours(name)
         if _ATTENTION_MODULE.search(name):
-            self.entered[module] = self.calls
+            self.calls_before[module] = self.calls
             self._check_window(module)
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self.entered.pop(module, None) == self.calls:
+        if self.calls_before.pop(module, None) == self.calls:
             raise _never_called(module, "ran and ")
 
     def _check_window(self, module: nn.Module) -> None:
-        """transformers applies a window only if it is shorter than the tokens it sees, which are a shard's here."""
+        """Refuse a module whose window is not the mask's.
+
+        transformers applies a window only if it is shorter than the tokens that it sees, here those of a shard.
+        """
         config = getattr(module, "config", None)
-        wanted = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+        window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
         left = self.mask.window[0] if self.mask else -1
-        given = left + 1 if 0 <= left < self.plan.sequence_length - 1 else None
-        if wanted != given and wanted and (wanted < self.plan.sequence_length or given):
+        mask_window = left + 1 if 0 <= left < self.plan.sequence_length - 1 else None
+        if window != mask_window and window and (window < self.plan.sequence_length or mask_window):
             raise PlanError(
-                f"{type(module).__name__} has sliding_window = {wanted}, and this block's mask has "
-                + (f"{given}" if given else "none"),
+                f"{type(module).__name__} has sliding_window = {window}, and this block's mask has "
+                + (f"{mask_window}" if mask_window else "none"),
                 fix="give context_parallel(..., mask=AttentionMask(window=(sliding_window - 1, -1))); layers with "
                 "different windows cannot share a block",
             )
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """Whether a caller is the forward of a reentrant checkpoint, whose backward may run after the block."""
+    """Whether the caller is within the forward of a reentrant checkpoint, whose backward may run after the block."""
     return any(frame.f_code is CheckpointFunction.forward.__code__ for frame, _ in walk_stack(sys._getframe()))
 
 

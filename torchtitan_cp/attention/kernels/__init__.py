@@ -17,8 +17,8 @@ from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, ScoreMod
 
 logger = logging.getLogger(__name__)
 
-# In the order in which `auto` tries them, but for FIRST: flash first, which takes windows, packed documents and grouped
-# heads as they are; reference, which holds every score in memory, last.
+# In the order in which `auto` tries them, apart from PREFERRED. flash is first, as it takes windows, packed documents
+# and grouped heads as they are; reference is last, since it holds every score in memory.
 KERNELS: dict[str, Kernel] = {
     "flash": flash.KERNEL,
     "cudnn": cudnn.KERNEL,
@@ -28,21 +28,16 @@ KERNELS: dict[str, Kernel] = {
     "reference": reference.KERNEL,
 }
 
-# The kernel that `auto` tries before others where all tiles are full or causal, by the major compute capability. ATen's
-# flash is FlashAttention-2, made for 8.0: on an H100 tiles of a ring reach 325 to 347 TFLOP/s by it and 562 to 598 by
-# cuDNN, backward 300 to 320 and 537 to 548 (docs/cuda.md); on 8.x and 12.0 cuDNN is no faster (transformers PR 48163);
-# on a B200 a step was 12 % faster by it (torchtitan PR 1196). cuDNN builds a plan for every new length, for about a
-# second, and has no window: what is packed or banded stays with flash.
-FIRST = {9: "cudnn", 10: "cudnn"}
+# The kernel that `auto` tries first where all tiles are full or causal, by major compute capability. ATen's flash is
+# FlashAttention-2, made for 8.0: on an H100 tiles of a ring reach 325 to 347 TFLOP/s with it and 562 to 598 with cuDNN,
+# backward 300 to 320 and 537 to 548 (docs/cuda.md). On 8.x and 12.0 cuDNN is no faster (transformers PR 48163); on a
+# B200 a step was 12 % faster with it (torchtitan PR 1196). cuDNN needs about a second to build a plan for every new
+# length and has no window, so packed documents and windows stay with flash.
+PREFERRED = {9: "cudnn", 10: "cudnn"}
 
 
 def check_kernel(name: str) -> str:
     """Return `name`, or raise PlanError unless it is `auto` or a registered kernel."""
-    if name == "fp8":
-        raise PlanError(
-            "attention kernel 'fp8' is not available: PyTorch's FP8 attention (FlashAttention-3's) has no backward",
-            fix="carry keys and values in 8 bits with kv_transfer = 'float8', and use kernel = 'auto'",
-        )
     return check_name("attention kernel", name, ("auto", *KERNELS))
 
 
@@ -50,14 +45,14 @@ def choose_kernel(name: str, q: Tensor, v: Tensor, **options: bool) -> Kernel:
     """The kernel `name`, or for "auto" the first that can run these tensors.
 
     Args:
-        options: softcap, alibi and dense, see Case.
+        options: softcap, alibi and dense; see Case.
 
     Raises:
         PlanError: the kernel cannot run them; the message says why and which can.
     """
-    # ROCm numbers capabilities in its own way.
-    known = q.is_cuda and torch.cuda.is_available() and not torch.version.hip
-    capability = torch.cuda.get_device_capability(q.device) if known else None
+    # Fake CUDA tensors may exist without a GPU, and ROCm numbers capabilities differently.
+    has_capability = q.is_cuda and torch.cuda.is_available() and not torch.version.hip
+    capability = torch.cuda.get_device_capability(q.device) if has_capability else None
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     case = Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], capability=capability, **options)
     return KERNELS[choose_for_case(name, case)]
@@ -65,22 +60,21 @@ def choose_kernel(name: str, q: Tensor, v: Tensor, **options: bool) -> Kernel:
 
 @lru_cache(maxsize=256)
 def choose_for_case(name: str, case: Case) -> str:
-    """As `choose_kernel`, from what decides it: the name of the kernel."""
-    reasons = {other: kernel.refusal(case) for other, kernel in KERNELS.items()}
-    first = FIRST.get(case.capability[0]) if case.capability and case.dense else None
-    able = sorted((other for other, why in reasons.items() if not why), key=lambda other: other != first)
+    """The name of the kernel that `choose_kernel` takes for a case."""
+    refusals = {other: kernel.refusal(case) for other, kernel in KERNELS.items()}
+    preferred = PREFERRED.get(case.capability[0]) if case.capability and case.dense else None
+    able = [other for other in sorted(KERNELS, key=lambda other: other != preferred) if not refusals[other]]
     if name == "auto" and able:
         where = case.device
         if case.capability:
             tiles = "full and causal tiles" if case.dense else "windows or packed documents"
             where += " {}.{}, the first that can for {}".format(*case.capability, tiles)
         logger.info("attention kernel %s for %s on %s", able[0], str(case.dtype).removeprefix("torch."), where)
-        logger.debug("other kernels: %s", "; ".join(f"{other}: {why}" for other, why in reasons.items() if why))
         return able[0]
     if name in able:
         return name
     raise PlanError(
-        f"attention kernel {name!r} cannot run this: {reasons.get(name) or reasons['reference']}",
+        f"attention kernel {name!r} cannot run this: {refusals.get(name) or refusals['reference']}",
         fix=f"use {' or '.join(able)}" if able else "change what the message names",
     )
 

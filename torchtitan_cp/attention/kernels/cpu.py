@@ -1,4 +1,4 @@
-"""The CPU flash kernel of aten. Its backward takes a merged out and log-sum-exp and is exact."""
+"""ATen's flash kernel for CPUs. Its backward takes a merged out and log-sum-exp, and is exact."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: ScoreMod) -> tuple[Tensor, Tensor]:
-    """In the accumulation dtype: as fast as bf16, and not rounded before it is merged. A backward would be slower."""
+    """Compute in the accumulation dtype: as fast as bf16, and not rounded before the merge.
+
+    The backward keeps the inputs' dtype, as it would be slower.
+    """
     dtype = accumulation_dtype(q.dtype)
     q, k, v_padded = same_dims(q.to(dtype), k.to(dtype), v.to(dtype))
     rows = [x.transpose(1, 2) for x in (q, k, v_padded)]

@@ -1,6 +1,6 @@
 """cuDNN's fused attention on CUDA, through the aten op behind scaled_dot_product_attention.
 
-It takes neither a single key nor, in its backward, a single query (pytorch issue 138529): such tiles go to flash.
+It does not support a single key nor, in its backward, a single query (pytorch issue 138529): such tiles go to flash.
 """
 
 import os
@@ -38,7 +38,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if 1 in (q.shape[1], k.shape[1]):
         return flash.backward(dout, q, k, v, out, lse, band, scores)
-    # Older revisions keep no strides of dout and out with a plan, and run it with those that it was built for.
+    # Older versions of torch ignore the strides of dout and out when they look up a plan.
     rows = [x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out.contiguous())]
     # Without dropout the kernel never reads the random state, but the schema requires one.
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
@@ -48,6 +48,6 @@ def backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-# torch's own choice leaves it out of deterministic runs, but a direct call gets no error (sdp_utils.cpp,
+# torch does not choose cuDNN in deterministic runs, but a direct call raises no error (sdp_utils.cpp,
 # attention_backward.cu).
 KERNEL = Kernel(forward, backward, "cuda", HALF, range(8, 129, 8), deterministic=False)

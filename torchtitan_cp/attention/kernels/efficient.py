@@ -1,4 +1,4 @@
-"""The memory-efficient kernel on CUDA, which also takes fp32, through the aten op behind SDPA."""
+"""The memory-efficient kernel on CUDA, which also supports fp32, through the aten op behind SDPA."""
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,13 @@ def backward(
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     lse = F.pad(lse.transpose(1, 2), (0, -q.shape[1] % LSE_ROWS)).contiguous()
     # The operator takes only the B and H strides of out, and assumes that its rows are contiguous.
-    kept = (out.contiguous().transpose(1, 2), lse, seed, offset)
-    dq, dk, dv, _ = _BACKWARD(*rows, None, *kept, 0.0, [True, True, True, False], band != FULL, scale=scores.scale)
+    saved = (out.contiguous().transpose(1, 2), lse, seed, offset)
+    dq, dk, dv, _ = _BACKWARD(*rows, None, *saved, 0.0, [True, True, True, False], band != FULL, scale=scores.scale)
     return dq.transpose(1, 2), _sum_copies(dk.transpose(1, 2), heads), _sum_copies(dv.transpose(1, 2), heads)
 
 
 def _sum_copies(gradient: Tensor, heads: int) -> Tensor:
-    """Gradient of `heads` key heads from that of their copies, `[B, S, Hq, D] -> [B, S, Hkv, D]`, summed in fp32."""
+    """The gradient of `heads` key heads from those of their copies, `[B, S, Hq, D] -> [B, S, Hkv, D]`, in fp32."""
     copies = gradient.shape[2] // heads
     if copies == 1:
         return gradient

@@ -1,7 +1,7 @@
-"""FlashAttention-2 on CUDA, through the aten ops that take a window, and many tiles at once.
+"""FlashAttention-2 on CUDA, through the aten ops that take a window, and many tiles in one call.
 
 Packed rows are `[T, H, D]`, with int32 lengths; the log-sum-exp is `[H, T]`. A window is aligned at the last query and
-key of each tile by itself; its sides are compared with the longest tile's keys. Source: mha_varlen_fwd and
+key of each tile, but its sides are compared with the keys of the longest tile. Source: mha_varlen_fwd and
 mha_varlen_bwd of ATen's flash_api.cpp.
 """
 
@@ -39,7 +39,7 @@ def backward(
 
 
 def _arguments(q: Tensor, k: Tensor, shape: Band | Packed) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """The (lengths, window) of one tile, whose rows have a batch dim, or of many."""
+    """The (lengths, window) of a single tile, whose rows have a batch dim, or of packed tiles."""
     lengths: tuple[Any, ...] = (None, None, q.shape[1], k.shape[1])
     if isinstance(shape, Packed):
         lengths, (left, right) = shape[1:], shape.kind
@@ -57,8 +57,8 @@ def _window(queries: int, keys: int, band: Band) -> tuple[int, int]:
 def takes_band(queries: int, keys: int, band: Band) -> bool:
     """Whether the kernel computes this band correctly.
 
-    It treats a side that is negative or at least as long as the keys as unbounded. Beside a bounded left side,
-    it treats an unbounded right side as long as the keys, which is too short if there are more queries than keys.
+    It takes a side that is negative, or at least as long as the keys, for unbounded. If only the right side is
+    unbounded, it makes that side as long as the keys, which is too short if there are more queries than keys.
     """
     left, right = _window(queries, keys, band)
     if band.high is None:
@@ -67,7 +67,7 @@ def takes_band(queries: int, keys: int, band: Band) -> bool:
 
 
 def kind(queries: int, keys: int, band: Band) -> tuple[int, int]:
-    """The window, for tiles of one call: without a left side that hides nothing here, but might beside longer tiles."""
+    """The window of a tile. A left side that hides nothing in this tile is dropped: it might in longer ones."""
     low = Band(band.low).shifted(0, queries, keys).low
     return _window(queries, keys, band._replace(low=low))
 

@@ -1,14 +1,14 @@
 """flex_attention, compiled: all tiles of a step in one call, whatever the mask.
 
-The block mask is made in closed form from the tiles, for the rows of one step: the host computes whether each
-block of queries and keys is empty, full or partial, and each query's intervals of keys decide a partial one.
-Nothing of the size of the full sequence squared exists. A loader's thread can do the host's part ahead (`prepare`); the
-masks of the newest steps are kept, as far as MASK_BYTES go.
+The block mask is made in closed form from the tiles of one step. The host computes whether each block of queries and
+keys is empty, full or partial; within a partial block, each query's intervals of keys decide. Nothing of the size of
+the full sequence squared exists. A loader's thread can do the host's part ahead (`prepare`), and the masks of the
+latest steps are cached, up to MASK_BYTES.
 
-flex_attention's own backward uses the log-sum-exp of its own call, not one merged over steps. But the merge
-is differentiable, and flex passes gradients through the log-sum-exp: with w = exp(lse_step - lse), a step's
-output gets w dout and its log-sum-exp gets w (dout . (out_step - out)). So the step runs forward again and is
-differentiated with these; a backward costs one forward more than other kernels'.
+flex_attention's backward uses the log-sum-exp of its own call, not one merged over steps. But the merge is
+differentiable, and flex passes gradients through the log-sum-exp: with w = exp(lse_step - lse), a step's output gets
+w dout, and its log-sum-exp gets w (dout . (out_step - out)). So the backward runs the step's forward again and
+differentiates it with these, which costs one forward more than in other kernels.
 
 Source: Dong et al., Flex Attention, 2024; torch.nn.attention.flex_attention.
 """
@@ -28,7 +28,7 @@ from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, ScoreMo
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile, rows_of
 
 BLOCK = 128
-MASK_BYTES = 512 << 20  # on the device, and as much on the host; 1M tokens on 8 ranks take 129 MiB a plan
+MASK_BYTES = 512 << 20  # on the device, and again on the host; 1M tokens on 8 ranks take 129 MiB per plan
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: ScoreMod) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Score
         scale=scores.scale,
         enable_gqa=q.shape[2] != k.shape[2],
         return_aux=flex.AuxRequest(lse=True),
-        kernel_options={"BACKEND": "TRITON"},  # not its kernel for decoding, which takes short queries and not all
+        kernel_options={"BACKEND": "TRITON"},  # not the decoding kernel, which does not support all short queries
     )
     hidden = hidden[:, :, None]
     out = out.transpose(1, 2).masked_fill(hidden.unsqueeze(-1), 0.0)
@@ -69,7 +69,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Score
 
 
 def _score_change(scores: ScoreMod) -> Callable[..., Tensor] | None:
-    """What happens to a scaled score: (score, batch row, head, query row, key row) -> score."""
+    """The function that changes a scaled score: (score, batch row, head, query row, key row) -> score."""
     _, cap, alibi = scores
     if cap:
         return lambda score, b, h, q_row, k_row: cap * torch.tanh(score / cap)
@@ -81,7 +81,7 @@ def _score_change(scores: ScoreMod) -> Callable[..., Tensor] | None:
 
 @cache
 def _attention(on_cuda: bool) -> Callable[..., Any]:
-    """flex_attention, compiled on CUDA, where the fallback would hold every score."""
+    """flex_attention; compiled on CUDA, where the fallback would hold every score."""
     attention: Callable[..., Any] = flex.flex_attention
     return compile_whole(attention) if on_cuda else attention
 
@@ -101,16 +101,16 @@ def prepare(tiles: tuple[Tile, ...], rows: int, queries: int, keys: int) -> tupl
 
 
 def block_mask(tiles: tuple[Tile, ...], q: Tensor, keys: int) -> tuple[flex.BlockMask, Tensor]:
-    """The mask of a step's tiles for `[B, Sq, H, D]` queries and so many rows of keys, on the device of `q`.
+    """The mask of a step's tiles for `[B, Sq, H, D]` queries and `keys` rows of keys, on the device of `q`.
 
     Returns:
-        the mask, of one batch row if every tile is of all; which query rows see nothing, `[1 or B, Sq]`.
+        The mask, which has one batch row if every tile covers all; which query rows see nothing, `[1 or B, Sq]`.
     """
     rows = 1 if all(tile.row == ALL_ROWS for tile in tiles) else q.shape[0]
-    prepared = (tiles, rows, q.shape[1], keys)
+    key = (tiles, rows, q.shape[1], keys)
 
     def make() -> tuple[flex.BlockMask, Tensor, Tensor]:
-        intervals, partial, full = (to_device(x, q) for x in prepare(*prepared))
+        intervals, partial, full = (to_device(x, q) for x in prepare(*key))
         lower, upper = intervals.unbind(-1)
 
         def mask_mod(b: Tensor, h: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
@@ -122,18 +122,19 @@ def block_mask(tiles: tuple[Tile, ...], q: Tensor, keys: int) -> tuple[flex.Bloc
 
         blocks = (*flex._dense_to_ordered(partial), *flex._dense_to_ordered(full))
         mask = flex.BlockMask.from_kv_blocks(*blocks, BLOCK, mask_mod, seq_lengths=(q.shape[1], keys))
-        return mask, (upper <= lower).all(1), intervals  # which the mask refers to
+        return mask, (upper <= lower).all(1), intervals  # the mask refers to the intervals, whose bytes count too
 
-    mask, hidden, _ = _masks.get(prepared, q, make)
+    mask, hidden, _ = _masks.get(key, q, make)
     return mask, hidden
 
 
 def key_intervals(tiles: tuple[Tile, ...], rows: int, queries: int) -> Tensor:
-    """Each query's intervals of keys, `[rows, n, Sq, 2]` int32; n is a power of two, empty ones are (0, 0)."""
+    """Each query's intervals of keys, `[rows, n, Sq, 2]` int32; n is a power of two, empty intervals are (0, 0)."""
     slots: list[Tensor] = [torch.zeros(rows, queries, 2, dtype=torch.int32)]
     for tile in tiles:
         covered, _ = rows_of(tile)
-        if (slot := next((slot for slot in slots if not slot[covered].any()), None)) is None:
+        slot = next((slot for slot in slots if not slot[covered].any()), None)
+        if slot is None:
             slot = torch.zeros_like(slots[0])
             slots.append(slot)
         query, keys = torch.arange(tile.q_stop - tile.q_start), tile.k_stop - tile.k_start
@@ -146,15 +147,17 @@ def key_intervals(tiles: tuple[Tile, ...], rows: int, queries: int) -> Tensor:
 
 
 def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(intervals, partial blocks, full blocks); of blocks `[rows, 1, Sq/128, Sk/128]` bool each."""
+    """(intervals, which blocks are partial, which are full); the latter two `[rows, 1, Sq/128, Sk/128]` bool."""
     padded = F.pad(intervals, (0, 0, 0, -queries % BLOCK)).unflatten(2, (-1, BLOCK)).unsqueeze(4)
     lower, upper = padded.unbind(-1)  # [rows, n, blocks of queries, 128, 1]
     starts = torch.arange(0, keys, BLOCK)
-    first = lower.masked_fill(upper <= lower, keys).amin(3)  # an empty interval begins nowhere
+    first = lower.masked_fill(upper <= lower, keys).amin(3)  # an empty interval begins behind all keys
     touched = ((first < starts + BLOCK) & (upper.amax(3) > starts)).any(1)
     full = ((lower.amax(3) <= starts) & (upper.amin(3) >= starts + BLOCK)).any(1)
     return intervals, (touched & ~full).unsqueeze(1), full.unsqueeze(1)
 
 
-TAKEN = (*HALF, torch.float32)
-KERNEL = Kernel(forward, backward, "cuda", TAKEN, range(16, WIDEST), whole_steps=True, score_mods=True, prepare=prepare)
+DTYPES = (*HALF, torch.float32)
+KERNEL = Kernel(
+    forward, backward, "cuda", DTYPES, range(16, WIDEST), whole_steps=True, score_mods=True, prepare=prepare
+)

@@ -1,4 +1,4 @@
-"""The interface of a kernel: two functions, and what it can do."""
+"""The interface of a kernel: a forward, a backward, and what it supports."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import Tile, dense_parts
 
 HALF = (torch.bfloat16, torch.float16)
-WIDEST = 1 << 16  # head dim; no model comes near
+WIDEST = 1 << 16  # head dim; no model comes close
 
 
 class Case(NamedTuple):
     """The inputs that a kernel is chosen for.
 
     Attributes:
-        device: type, as in torch.device.
+        device: its type, as in torch.device.
         dtype: of q, k, v.
         qk_dim: Dqk, head dim of queries and keys; v_dim: Dv, of values.
         softcap: whether scores are capped; alibi: whether they have linear biases.
-        dense: whether all tiles are full or causal, of a few lengths: no window and no packed documents.
+        dense: whether all tiles are full or causal: neither a window nor packed documents.
         capability: (major, minor) compute capability of a CUDA device; None: unknown, or another device.
         deterministic: whether the backward must give the same bits in every run.
     """
@@ -59,9 +59,9 @@ class ScoreMod(NamedTuple):
     """How q . k becomes a score.
 
     Attributes:
-        scale: multiplies it.
+        scale: multiplies the product.
         softcap: above 0, a scaled score s becomes softcap tanh(s / softcap).
-        alibi: linear biases of the rows at hand, or None.
+        alibi: linear biases of these queries and keys, or None.
     """
 
     scale: float
@@ -69,7 +69,7 @@ class ScoreMod(NamedTuple):
     alibi: Alibi | None = None
 
     def of_tile(self, tile: Tile) -> "ScoreMod":
-        """The same for the rows of a tile."""
+        """The same, with the linear biases of a tile's rows."""
         if self.alibi is None:
             return self
         slopes, queries, keys = self.alibi
@@ -84,18 +84,19 @@ class Kernel:
         forward: (q, k, v, band, scores) -> (out, lse); out in q's dtype or a wider one.
         backward: (dout, q, k, v, out, lse, band, scores) -> (dq, dk, dv), where out and lse are those of
             the whole row, merged over all its tiles; gradients come in the inputs' dtype or a wider one.
-        device: the type it runs on; None: any.
-        dtypes: of q, k and v.
-        head_dims: that it takes, of the wider of Dqk and Dv if it `pads_dims`, else of both.
-        takes_band: (queries, keys, band) -> whether one call computes that tile. Every kernel takes full
-            rectangles and causal squares; other tiles are split into these shapes for it.
-        kind: (queries, keys, band) -> a key: tiles of equal keys can share a call of `[T, H, D]` rows; None if a call
-            takes a single tile.
-        whole_steps: whether one call does all tiles of a step: forward and backward take these instead of a band, and
-            rows that no tile reaches have out 0 and lse -inf.
-        score_mods: whether it takes a soft-cap or linear biases.
+        device: the device type that it runs on; None: any.
+        dtypes: supported dtypes of q, k and v.
+        head_dims: supported head dims: of the wider of Dqk and Dv if it `pads_dims`, else of both.
+        takes_band: (queries, keys, band) -> whether one call computes such a tile. Every kernel takes full rectangles
+            and causal squares; other tiles are split into these shapes for it.
+        kind: (queries, keys, band) -> the kind of a tile: tiles of one kind can share a call of `[T, H, D]` rows. None
+            if a call takes a single tile.
+        whole_steps: whether one call does all tiles of a step. Forward and backward then take the tiles instead of a
+            band, and rows that no tile reaches have out 0 and lse -inf.
+        score_mods: whether it supports a soft-cap and linear biases.
         deterministic: whether its backward gives the same bits in every run.
-        prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) does ahead what the host has to do.
+        prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) -> anything: does the host's part
+            of a call ahead of it.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Any, ScoreMod], tuple[Tensor, Tensor]]
@@ -114,7 +115,7 @@ class Kernel:
     def refusal(self, case: Case) -> str | None:
         """Why it cannot run a case, or None."""
         dims = [max(case.qk_dim, case.v_dim)] if self.pads_dims else [case.qk_dim, case.v_dim]
-        taken = f"from {self.head_dims[0]} to {self.head_dims[-1]} in steps of {self.head_dims.step}"
+        supported = f"from {self.head_dims[0]} to {self.head_dims[-1]} in steps of {self.head_dims.step}"
         dtypes = " or ".join(map(str, self.dtypes))
         refusals = {
             "its backward is not deterministic": case.deterministic and not self.deterministic,
@@ -123,14 +124,14 @@ class Kernel:
             "it has no ALiBi under a logit soft-cap": case.alibi and case.softcap,
             f"it runs on {self.device}, not {case.device}": self.device not in (None, case.device),
             f"it takes {dtypes}, not {case.dtype}": case.dtype not in self.dtypes,
-            f"it takes head dims {taken}, not {' and '.join(map(str, dims))}": any(
+            f"it takes head dims {supported}, not {' and '.join(map(str, dims))}": any(
                 dim not in self.head_dims for dim in dims
             ),
         }
         return next((why for why, holds in refusals.items() if holds), None)
 
     def plain_tiles(self, tiles: tuple[Tile, ...]) -> list[Tile]:
-        """Tiles as the kernel takes them."""
+        """The same pairs, as tiles that the kernel takes."""
         plain = []
         for tile in tiles:
             queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
@@ -143,27 +144,27 @@ class Kernel:
 
     @keep_newest
     def calls(self, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
-        """(kind, tiles) of each call; the tiles of one ascend and share no row of queries or keys."""
+        """(kind, tiles) of each call; the tiles of a call ascend and share no row of queries or keys."""
         if self.whole_steps:
             return ((None, tiles),) if tiles else ()
         groups: dict[Any, list[list[Tile]]] = {}
         for number, tile in enumerate(self.plain_tiles(tiles)):
-            kind: Any = number  # like no other
+            kind: Any = number  # a kind of its own
             if self.kind and not tile.flipped:
                 kind = self.kind(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
-            alike = groups.setdefault(kind, [])
-            group = next((group for group in alike if group[-1].precedes(tile)), [])
+            same_kind = groups.setdefault(kind, [])
+            group = next((group for group in same_kind if group[-1].precedes(tile)), [])
             if not group:
-                alike.append(group)
+                same_kind.append(group)
             group.append(tile)
-        return tuple((kind, tuple(group)) for kind, alike in groups.items() for group in alike)
+        return tuple((kind, tuple(group)) for kind, same_kind in groups.items() for group in same_kind)
 
 
 def same_dims(*tensors: Tensor) -> list[Tensor]:
-    """Pad the head dims with zeros to the largest of them.
+    """The tensors with their head dims padded with zeros to the largest of them.
 
-    A zero in a query or key adds nothing to a score, and a zero column of values gives a zero column of
-    output, so attention with Dqk != Dv (multi-head latent attention) runs on a kernel that needs them equal.
+    A zero in a query or key adds nothing to a score, and a zero column of values gives a zero column of output. So
+    attention with Dqk != Dv (multi-head latent attention) runs on a kernel that needs them equal.
     """
     widest = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]

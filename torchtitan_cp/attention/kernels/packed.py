@@ -1,7 +1,7 @@
 """Many tiles in one kernel call: their rows one tile after another, with cumulative lengths ("varlen").
 
-Packed documents give a rank a short tile for each document that it holds. Tiles that are alike to the kernel, and share
-no row of queries or keys, are gathered once, computed in one call and merged once.
+With packed documents a rank has a short tile for each document that it holds. Tiles of one kind that share no row of
+queries or keys are gathered once, computed in one call and merged once.
 """
 
 from itertools import accumulate, groupby
@@ -16,16 +16,16 @@ from torchtitan_cp.attention.mask import Span, count_rows, merge_spans
 from torchtitan_cp.attention.merge import Rows
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile
 
-INDEX_BYTES = 256 << 20  # of rows that are gathered, for the newest steps
+INDEX_BYTES = 256 << 20  # for the row indices of the latest steps
 
 
 class Packed(NamedTuple):
     """Tiles of one call of a kernel that takes rows `[T, H, D]`.
 
     Attributes:
-        kind: what the kernel's `kind` says of each of them.
-        cu_seqlens_q, cu_seqlens_k: `[tiles + 1]` int32 on the device, rows of the tiles before each.
-        max_q, max_k: rows of the longest.
+        kind: their common kind, see Kernel.kind.
+        cu_seqlens_q, cu_seqlens_k: `[tiles + 1]` int32 on the device, cumulative rows of the tiles.
+        max_q, max_k: rows of the longest tile.
     """
 
     kind: Any
@@ -39,7 +39,7 @@ _calls = BoundedCache(INDEX_BYTES)
 
 
 def pack(tiles: tuple[Tile, ...], kind: Any, like: Tensor) -> tuple[Rows, Rows, Packed]:
-    """(queries, keys, Packed) of tiles that ascend and share no row; a tile of all batch rows counts as one of each.
+    """(queries, keys, Packed) of tiles that ascend and share no row; a tile of all batch rows is repeated for each.
 
     Args:
         kind: see Packed.
@@ -59,26 +59,25 @@ def pack(tiles: tuple[Tile, ...], kind: Any, like: Tensor) -> tuple[Rows, Rows, 
 
 
 def _indices(sides: list[list[tuple[int, int, int]]], like: Tensor) -> list[Rows]:
-    """Indices of queries and keys that ascend, given as (batch row, first, last).
+    """Indices of queries and of keys, given as ascending (batch row, start, stop).
 
-    Where batch rows have the same tiles, they give `[B, n]` rows, and slices if these lie side by side; else `[n]`.
+    If adjacent batch rows have the same spans, the index gives `[B, n]` rows, by slices where possible; else `[n]`.
     """
-    held = [
-        {row: merge_spans(span[1:] for span in group) for row, group in groupby(spans, itemgetter(0))}
-        for spans in sides
+    spans_by_row = [
+        {row: merge_spans(span[1:] for span in group) for row, group in groupby(side, itemgetter(0))} for side in sides
     ]
-    rows = list(held[0])
-    if rows[-1] - rows[0] == len(rows) - 1 and all(len(set(spans.values())) == 1 for spans in held):
+    rows = list(spans_by_row[0])
+    if rows[-1] - rows[0] == len(rows) - 1 and all(len({*spans.values()}) == 1 for spans in spans_by_row):
         batch = slice(None) if rows == [ALL_ROWS] else slice(rows[0], rows[-1] + 1)
-        return [(batch, _local(spans[rows[0]], like)) for spans in held]
+        return [(batch, _row_index(spans[rows[0]], like)) for spans in spans_by_row]
     indices: list[Rows] = []
-    for spans in held:
+    for spans in spans_by_row:
         counts = torch.tensor([count_rows(spans[row]) for row in rows])
         batch_rows = to_device(torch.tensor(rows).repeat_interleave(counts), like)
-        indices.append((batch_rows, _local(sum(spans.values(), ()), like)))
+        indices.append((batch_rows, _row_index(sum(spans.values(), ()), like)))
     return indices
 
 
-def _local(spans: tuple[Span, ...], like: Tensor) -> slice | Tensor:
-    """The rows of spans, one span after the other."""
+def _row_index(spans: tuple[Span, ...], like: Tensor) -> slice | Tensor:
+    """The rows of the spans, one span after the other."""
     return slice(*spans[0]) if len(spans) == 1 else to_device(torch.cat([torch.arange(*span) for span in spans]), like)

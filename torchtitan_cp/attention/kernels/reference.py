@@ -1,4 +1,4 @@
-"""Attention as written in the paper, with every score in memory: for tests and odd shapes. fp64-capable."""
+"""Attention as in the paper, with every score in memory: for tests, and for shapes no other kernel takes. fp64 too."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torchtitan_cp.attention.merge import accumulation_dtype
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: ScoreMod) -> tuple[Tensor, Tensor]:
-    logits = _visible(_capped(q, k, scores), band, scores.alibi)
+    logits = _masked_logits(_capped_logits(q, k, scores), band, scores.alibi)
     lse = logits.logsumexp(-1)
     out = torch.einsum("bhgqk,bkhd->bqhgd", (logits - lse[..., None]).exp(), v.to(logits.dtype))
     return out.flatten(2, 3).to(q.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3)
@@ -19,8 +19,8 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: ScoreMod
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Source: the derivation in FlashAttention (Dao et al., 2022), appendix B."""
-    capped = _capped(q, k, scores)
-    logits = _visible(capped, band, scores.alibi)
+    capped = _capped_logits(q, k, scores)
+    logits = _masked_logits(capped, band, scores.alibi)
     q, k, v, dout, out = (x.to(logits.dtype) for x in (q, k, v, dout, out))
     grouped = lambda x: x.unflatten(2, (k.shape[2], -1))  # noqa: E731
     probabilities = (logits - grouped(lse).permute(0, 2, 3, 1)[..., None]).exp()
@@ -34,16 +34,16 @@ def backward(
     return dq, dk, dv
 
 
-def _capped(q: Tensor, k: Tensor, scores: ScoreMod) -> Tensor:
-    """`[B, Hkv, Hq/Hkv, Sq, Sk]`, fp32 or fp64, of hidden pairs too."""
+def _capped_logits(q: Tensor, k: Tensor, scores: ScoreMod) -> Tensor:
+    """`[B, Hkv, Hq/Hkv, Sq, Sk]` scores of all pairs, fp32 or fp64, without linear biases."""
     dtype = accumulation_dtype(q.dtype)
     grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
     logits = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(dtype)) * scores.scale
     return scores.softcap * torch.tanh(logits / scores.softcap) if scores.softcap else logits
 
 
-def _visible(capped: Tensor, band: Band, alibi: Alibi | None) -> Tensor:
-    """The scores with their linear biases, -inf where hidden."""
+def _masked_logits(capped: Tensor, band: Band, alibi: Alibi | None) -> Tensor:
+    """The scores with their linear biases, -inf where the band forbids a pair."""
     if alibi:
         distances = (alibi.queries[:, None] - alibi.keys).abs()
         capped = capped - alibi.slopes.to(capped.dtype).view(*capped.shape[1:3], 1, 1) * distances

@@ -1,12 +1,17 @@
-"""Strategies: how the ranks of a group exchange keys and values, one file each; hybrid runs the code of all_to_all.
+"""Strategies: how the ranks of a group exchange keys and values, one file each. hybrid runs the code of all_to_all.
 
-To add one: write a file here with a `STRATEGY` (strategy.py has the interface), add its line to `STRATEGIES` below and
-its name to STRATEGIES in config/names.py (then regenerate docs/config.md), and what it costs to STRATEGY_COSTS in
-planner/strategy_costs.py.
-Rules that only it has (a mesh of two axes, no float8) belong in api.py. The loader prepares the tiles of the plan's
-steps, or with `gathers_keys` the gathered ones (operator.prepare_plan). One rank always runs the ring: try a strategy
-on several with `benchmarks.simulation.simulate`. Tests fail until the names agree, and the conformance tests run every
-strategy of this registry; add a row to tests/ranks/training/test_parity.py.
+KV is sent in `exchange_kv` of ring.py, `gather_heads` of all_gather.py and `HeadAllToAll.to_heads` of all_to_all.py.
+
+To add a strategy:
+
+1. Write a file here with a `STRATEGY`; strategy.py has the interface, ring.py is the model to follow.
+2. Add it to `STRATEGIES` below, its name to STRATEGIES in config/names.py (then regenerate docs/config.md), and its
+   cost to STRATEGY_COSTS in planner/strategy_costs.py. A test fails until the names agree.
+3. Put rules that only it has (a mesh of two axes, no float8) into api.py. The loader prepares the tiles of the plan's
+   steps, or those for all keys if it `gathers_keys` (operator.prepare_plan).
+4. The conformance tests run every strategy of this registry. Add a row to tests/ranks/training/test_parity.py.
+
+A group of one rank always runs the ring; `benchmarks.simulation.simulate` runs a strategy on many ranks in one process.
 """
 
 import logging
@@ -37,10 +42,9 @@ def check_strategy(name: str) -> str:
 def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band, kv_transfer: str = "exact") -> str:
     """The strategy that `auto` takes on a 1-D mesh.
 
-    A window limits the ring's messages to the neighbours. Without one, the ring carries about three quarters
-    of P - 1 shards of K and V. all_to_all carries one shard of q, k, v and out whatever P is, but needs heads
-    that divide, and its messages are not overlapped: it is taken if it carries less than half. What it carries is
-    exact, so keys in 8 bits stay on the ring.
+    With a window, the ring's messages only go to neighbours. Without one, the ring sends about three quarters of P - 1
+    shards of K and V. all_to_all sends one shard of q, k, v and out whatever P is, but its messages do not overlap with
+    compute: it is taken if P divides the heads and it sends less than half. It cannot send keys in 8 bits.
 
     Args:
         query_heads, key_heads: Hq and Hkv; ranks: P.
@@ -50,14 +54,14 @@ def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band, kv
     Returns:
         "ring" or "all_to_all".
     """
-    # torch.compile traces this function with sizes it may not know, so it must not format text.
+    # torch.compile traces this function with symbolic sizes, so it must not format text.
     if kv_transfer != "exact" or band.low is not None or query_heads % ranks or key_heads % ranks:
         return "ring"
-    return "all_to_all" if _traded_share(query_heads, key_heads, ranks) < 0.5 else "ring"
+    return "all_to_all" if _volume_fraction(query_heads, key_heads, ranks) < 0.5 else "ring"
 
 
 def resolve_strategy(plan: Plan, query_heads: int, key_heads: int) -> tuple[str, int]:
-    """A plan's strategy and how many ranks trade heads; `auto` is decided by the heads."""
+    """A plan's strategy, and how many ranks trade heads in it; `auto` depends on the heads."""
     if plan.strategy != "auto":
         return plan.strategy, plan.all_to_all_ranks
     chosen = choose_strategy(query_heads, key_heads, plan.ranks, plan.mask.band, plan.kv_transfer)
@@ -69,12 +73,12 @@ def log_choice(query_heads: int, key_heads: int, ranks: int, band: Band) -> None
     """Log once what `choose_strategy` chose, and why."""
     chosen = choose_strategy(query_heads, key_heads, ranks, band)
     window = "no window" if band.low is None else f"a window of {1 - band.low} tokens"
-    share = _traded_share(query_heads, key_heads, ranks)
+    fraction = _volume_fraction(query_heads, key_heads, ranks)
     why = f"{query_heads} query and {key_heads} key heads, {window}; all_to_all (if heads divide, without a window) "
-    why += f"carries {share:.0%} of the ring's volume"
+    why += f"carries {fraction:.0%} of the ring's volume"
     logger.info("attention strategy %s on %d ranks: %s", chosen, ranks, why)
 
 
-def _traded_share(query_heads: int, key_heads: int, ranks: int) -> float:
+def _volume_fraction(query_heads: int, key_heads: int, ranks: int) -> float:
     """The volume of all_to_all divided by the ring's."""
     return (query_heads + key_heads) / (0.75 * ranks * key_heads)

@@ -1,12 +1,12 @@
-"""All-gather: every rank sees all keys, some heads at a time, and one kernel call does many queries.
+"""All-gather: every rank gathers all keys, some heads at a time, and one kernel call does many queries.
 
-K and V travel in one collective per group of heads; while one group computes, the next is gathered, and at
-most two are held whole. Only the local shard is kept for the backward, which gathers again and
-reduce-scatters the gradients in fp32. Everything is carried, whether a rank reads it or not; the ring skips
-what a mask hides. Source: Llama 3 (Dubey et al., 2024), section 3.3.2, with DeepSpeed-style head groups.
+K and V travel in one collective per group of heads (`gather_heads`). While a group computes, the next is gathered, and
+at most two are held whole. Only the local shard is kept for the backward, which gathers again and reduce-scatters the
+gradients in fp32. All keys travel, whether a rank reads them or not; the ring skips what a mask hides. Source: Llama 3
+(Dubey et al., 2024), section 3.3.2, with DeepSpeed-style head groups.
 
-Among few ranks, reading each shard where it arrived needs no more kernel calls than the sequence in order
-does; then nothing is put in order.
+With few ranks, computing on each shard as it arrived needs no more kernel calls than computing on the sequence in
+order; then the shards are not put in order.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from torchtitan_cp.attention.tiles import Tile
 
 HEAD_GROUPS = 4
 KeyBlocks = list[tuple[KeyRows, KeyBlock]]
-Gathered = tuple[tuple[Tile, ...], KeyRows]  # tiles with their keys as places in these rows, one after the other
+Gathered = tuple[tuple[Tile, ...], KeyRows]  # tiles, and the rows that their keys index, one after the other
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
@@ -34,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     for queries, _, gathered in gather_heads(k, v, q.shape[2], call):
         q_group = q[:, :, queries]
         softmax = RunningSoftmax(q_group, v.shape[-1])
-        while gathered:  # no name keeps keys that are done with
+        while gathered:  # keys that are done with are freed
             add_outputs(softmax, q_group, gathered.pop(0)[1], call.kernel)
         results.append(softmax.result(call.for_heads(queries).sinks))
     out, lse = (torch.cat(parts, 2) for parts in zip(*results, strict=True))
@@ -54,7 +54,7 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
 
     for queries, keys, gathered in gather_heads(k, v, q.shape[2], call):
         residuals_group = (dout[:, :, queries], q[:, :, queries], out[:, :, queries], lse[:, :, queries])
-        # The gradients of all ranks' rows; zeros where no tile here reads them.
+        # The gradients of all ranks' rows, which stay zero where no tile of this rank reads them.
         shape = (call.plan.ranks, *k.shape[:2], keys.stop - keys.start, sum(dims))
         gradients = k.new_zeros(shape, dtype=accumulation_dtype(k.dtype))
         dq[:, :, queries] = _add_group(residuals_group, gathered, gradients, call.kernel)
@@ -68,10 +68,11 @@ STRATEGY = Strategy(forward, backward, gathers_keys=True)
 
 
 def _add_group(residuals: tuple[Tensor, ...], gathered: KeyBlocks, gradients: Tensor, kernel: Kernel) -> Tensor:
-    """dQ `[B, S/P, h, D]` of some heads, summed in fp32. Empties the list of their keys.
+    """dQ `[B, S/P, h, D]` of a group of heads, summed in fp32.
 
     Args:
         residuals: dout, q, out and lse of these heads.
+        gathered: the keys of these heads; emptied, so that they are freed.
         gradients: `[P, B, S/P, h, Dqk + Dv]` fp32 (fp64 for fp64), filled with dK and dV side by side, by rank.
     """
     dq = GradientSum(residuals[1])
@@ -86,7 +87,7 @@ def _add_group(residuals: tuple[Tensor, ...], gathered: KeyBlocks, gradients: Te
 
 
 def gather_heads(k: Tensor, v: Tensor, query_heads: int, call: Call) -> Iterator[tuple[slice, slice, KeyBlocks]]:
-    """Yields (query heads, the key heads they read, the gathered keys of these), while the next group travels."""
+    """Yields (query heads, key heads that they read, gathered keys of those) per group, while the next one travels."""
     codec, heads = CODECS[call.plan.kv_transfer], k.shape[2]
     groups, per_key = min(HEAD_GROUPS, heads), query_heads // heads
     slices = [slice(*edges) for edges in pairwise(heads * number // groups for number in range(groups + 1))]
@@ -113,7 +114,7 @@ def gather_heads(k: Tensor, v: Tensor, query_heads: int, call: Call) -> Iterator
 
 @keep_newest
 def arrange_rows(plan: Plan, kernel: Kernel) -> list[Gathered]:
-    """Every rank's rows, in the order of the sequence; or each shard by itself, if that needs no more kernel calls."""
+    """All ranks' rows in the order of the sequence; or each shard by itself, if that needs no more kernel calls."""
     rows = tuple((segment.rank, *segment.rows) for segment in plan.layout.segments)
     in_order: list[Gathered] = [(plan.gathered_tiles, rows)]
     if kernel.whole_steps or plan.ranks > (calls := len(kernel.calls(plan.gathered_tiles))):

@@ -1,9 +1,10 @@
-"""Ring: in step d a rank computes on the KV of the rank d before it, while the next KV travels.
+"""Ring: in step d a rank computes on the KV of the rank d before it, while the KV of the next step travels.
 
-Each KV goes directly from its owner to the rank that reads it, and its gradient directly back: only rows
-that a tile reads travel (three quarters of a relayed ring's volume under zigzag causal, the neighbours' rows
-under a window), and an owner sums its gradient in the order of the steps, so that every run gives the same
-bits. Memory holds two KV buffers whatever the number of ranks. Source: Ring Attention (Liu et al., 2023).
+`exchange_kv` sends and receives KV, `_return_gradients` sends the gradients back. KV goes directly from its owner to
+the rank that reads it, and its gradient directly back. So only rows that a tile reads travel: three quarters of a
+relayed ring's volume under zigzag causal, the neighbours' rows under a window. An owner sums its gradient in the order
+of the steps, so that every run gives the same bits. Memory holds two KV buffers whatever the number of ranks. Source:
+Ring Attention (Liu et al., 2023).
 """
 
 from collections.abc import Callable, Iterator
@@ -36,10 +37,10 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
         add_gradients((dq, *dkv), (dout, q, out, lse), block, call.kernel)
         if add_returned:
             add_returned()
-            add_returned = None  # its messages are freed before the next are made
+            add_returned = None  # frees its messages before the next ones are allocated
         if not local:
             add_returned = _return_gradients(dkv, dkv_local, step, call)
-        del block, dkv  # before the next keys are received
+        del block, dkv  # frees them before the next keys are received
     if add_returned:
         add_returned()
     return dq.result(), dkv_local[0].result(), dkv_local[1].result(), sink_gradient(dout, out, lse, call.sinks)
@@ -49,7 +50,7 @@ STRATEGY = Strategy(forward, backward)
 
 
 def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, KeyBlock]]:
-    """Yields each step with the keys received for it, while the next step's travel."""
+    """Send and receive KV: yields each step with the keys that it computes on, while those of the next step travel."""
     codec, steps, kv = CODECS[call.plan.kv_transfer], call.plan.steps, [k, v]
 
     def start(step: RingStep) -> Pending[Tensor]:
@@ -70,11 +71,9 @@ def rows_in(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
 
 
 def add_rows(total: Tensor, spans: tuple[Span, ...], x: Tensor) -> None:
-    """Add `x` to the rows of spans: the way back of `rows_in`."""
-    place = 0
-    for start, stop in spans:
-        total[:, start:stop] += x[:, place : place + stop - start]
-        place += stop - start
+    """Add `x` to the rows of the spans, in the order in which `rows_in` takes them."""
+    for (start, stop), part in zip(spans, x.split([stop - start for start, stop in spans], 1), strict=True):
+        total[:, start:stop] += part
 
 
 def _return_gradients(
@@ -83,7 +82,7 @@ def _return_gradients(
     """Start to send the gradients of a step's KV to their owner.
 
     Returns:
-        waits for the gradients of the local KV from the rank that read it in this step, and adds them.
+        A function that waits for the gradients of the local KV, from the rank that read it in this step, and adds them.
     """
     codec, (dk, dv) = CODECS["exact"], (gradient.total() for gradient in dkv)
     rows = count_rows(step.send)
@@ -91,7 +90,7 @@ def _return_gradients(
     pending = call.ring_group.send_receive(codec.encode(dk, dv), step.source, receive, step.target)
 
     def add_returned() -> None:
-        like = (gradient.x for gradient in dkv_local)  # not dk and dv, which would be held until then
+        like = (gradient.x for gradient in dkv_local)  # not dk and dv, which this function would keep alive
         for gradient, x in zip(dkv_local, codec.decode(pending.wait(), rows, *like), strict=True):
             add_rows(gradient.total(), step.send, x)
 

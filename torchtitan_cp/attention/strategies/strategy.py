@@ -1,4 +1,4 @@
-"""The interface of a strategy, attention over the shards of a group, and what a rank computes in each."""
+"""The interface of a strategy, and what all strategies share: a rank's computation on the keys at hand."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,14 +41,14 @@ class Call:
     slopes: Tensor | None = None
 
     def for_heads(self, heads: slice) -> "Call":
-        """The call for some of the query heads; beyond Hq, sinks and slopes are zero."""
+        """The call for some of the query heads; sinks and slopes of heads beyond Hq are zero."""
         sinks, slopes = (
             None if x is None else F.pad(x, (0, max(0, heads.stop - len(x))))[heads] for x in (self.sinks, self.slopes)
         )
         return replace(self, sinks=sinks, slopes=slopes)
 
     def scores_for(self, keys: KeyRows) -> ScoreMod:
-        """The scores of this rank's queries and these keys: with the linear biases of their rows."""
+        """The scores of this rank's queries and these keys, with the linear biases of their positions."""
         layout, slopes = self.plan.ring_layout, self.slopes
         if slopes is None:
             return self.scores
@@ -59,8 +59,9 @@ class Call:
 
 
 class Residuals(NamedTuple):
-    """What the backward needs, sharded as the strategy computed it: unless it trades heads, its own inputs and
-    outputs, which autograd saves anyway.
+    """What the backward needs, sharded as the strategy computed it.
+
+    A strategy that does not trade heads needs only its inputs and outputs, which autograd saves anyway.
 
     Attributes:
         q: `[B, s, hq, Dqk]`; k: `[B, s, hkv, Dqk]`; v: `[B, s, hkv, Dv]`.
@@ -76,7 +77,7 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """Attention across a group of several ranks; alone, a rank runs the ring's.
+    """Attention across a group of ranks. A group of one rank always runs the ring.
 
     Attributes:
         forward: (q, k, v, call) -> (out, lse, residuals); q `[B, S/P, Hq, Dqk]`, k `[B, S/P, Hkv, Dqk]`,
@@ -84,7 +85,7 @@ class Strategy:
         backward: (dout, residuals, call) -> (dq, dk, dv, dsinks), the first three in the inputs' dtypes, dsinks `[Hq]`
             of this rank's rows in their accumulation dtype; None without sinks.
         uses_all_to_all: whether the ranks of an all-to-all group trade heads for sequence.
-        gathers_keys: whether it computes the plan's `gathered_tiles`, on all keys, in place of the tiles of its steps.
+        gathers_keys: whether it computes the plan's `gathered_tiles`, on all keys, instead of the tiles of its steps.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Residuals]]
@@ -94,12 +95,12 @@ class Strategy:
 
 
 class KeyBlock(NamedTuple):
-    """Keys and values at hand, and what reads them.
+    """Keys and values that a rank has received, and the tiles that read them.
 
     Attributes:
         k: `[B, rows, Hkv, Dqk]`; v: `[B, rows, Hkv, Dv]`.
-        tiles: with their keys as these rows.
-        scores: of this rank's queries and these keys.
+        tiles: the tiles; their keys index these rows.
+        scores: how scores of this rank's queries and these keys are made.
     """
 
     k: Tensor
@@ -118,7 +119,7 @@ def add_gradients(sums: Sequence[GradientSum], residuals: tuple[Tensor, ...], bl
     """Add the block's contributions to (dq, dk, dv).
 
     Args:
-        sums: of q's rows, and of the block's k and v.
+        sums: the gradients of q's rows, and of the block's k and v.
         residuals: dout, q, out, lse of all local rows.
     """
     for call in _kernel_calls(block, kernel, residuals[1]):
@@ -129,7 +130,7 @@ def add_gradients(sums: Sequence[GradientSum], residuals: tuple[Tensor, ...], bl
 
 
 class _KernelCall(NamedTuple):
-    """What one call of a kernel computes: rows, and a tile's band, packed tiles or the tiles of a whole step."""
+    """What one call of a kernel computes. `shape` is a tile's band, packed tiles, or the tiles of a whole step."""
 
     queries: Rows
     keys: Rows
@@ -138,7 +139,7 @@ class _KernelCall(NamedTuple):
     flipped: bool = False
 
     def run(self, function: Callable[..., Any], *rows: Tensor) -> Any:
-        """Call a kernel's forward or backward: on reversed rows if flipped, and without a batch dim if packed."""
+        """Call a kernel's forward or backward: on reversed rows if flipped, without a batch dim if packed."""
         if self.flipped:
             return tuple(x.flip(1) for x in function(*(x.flip(1) for x in rows), self.shape, self.scores))
         if not isinstance(self.shape, Packed) or rows[0].ndim == 3:
