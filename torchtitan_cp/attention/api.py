@@ -68,7 +68,7 @@ def make_plan(
     mask = mask or AttentionMask()
     mask.documents(seq_len)  # raises if the documents do not fit the sequence
     if not 0 <= rank < ranks:
-        raise PlanError(f"rank {rank} is not one of {ranks} ranks", fix="give its place in the context-parallel group")
+        raise PlanError(f"rank {rank} is not one of {ranks} ranks", fix="give its number in the context-parallel group")
     check_name("kv_transfer", kv_transfer, CODECS)
     if check_strategy(strategy) == "all_to_all":
         all_to_all_ranks = ranks

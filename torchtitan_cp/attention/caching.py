@@ -25,12 +25,12 @@ class BoundedCache:
         size_of: bytes of a value; default: the bytes of its tensors.
 
     Attributes:
-        held: (value, bytes) by key, the least recently used first; held_bytes: the sum of the bytes.
+        entries: (value, bytes) by key, the least recently used first; held_bytes: the sum of the bytes.
     """
 
     def __init__(self, budget_bytes: int, size_of: Callable[[Any], int] | None = None) -> None:
         self.budget_bytes, self.size_of = budget_bytes, size_of or _tensor_bytes
-        self.held: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self.entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self.held_bytes = 0
         # The main thread, a loader's and autograd's use it. Reentrant, as garbage collection may use it in between.
         self._lock = RLock()
@@ -40,16 +40,16 @@ class BoundedCache:
         # Fake tensors belong to the mode that made them.
         key = key, getattr(like, "device", None), getattr(like, "fake_mode", None)
         with self._lock:
-            if key in self.held:
-                self.held.move_to_end(key)
-                return self.held[key][0]
+            if key in self.entries:
+                self.entries.move_to_end(key)
+                return self.entries[key][0]
         value = make()
         size = self.size_of(value)
         with self._lock:
-            self.held_bytes += size - self.held.pop(key, (None, 0))[1]  # another thread may have made it too
-            self.held[key] = value, size
-            while len(self.held) > 1 and self.held_bytes > self.budget_bytes:
-                self.held_bytes -= self.held.popitem(last=False)[1][1]
+            self.held_bytes += size - self.entries.pop(key, (None, 0))[1]  # another thread may have made it too
+            self.entries[key] = value, size
+            while len(self.entries) > 1 and self.held_bytes > self.budget_bytes:
+                self.held_bytes -= self.entries.popitem(last=False)[1][1]
         return value
 
 

@@ -143,17 +143,15 @@ def documents(
     before = pairs_before(mask, sequence_length)
     even_area = before[sequence_length] / ranks
     accepted_time = ACCEPTED_OF_MANY if ranks * len(before.borders) > MANY else ACCEPTED
-    fastest: Layout | None = None
-    fastest_time = math.inf
-    for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
+    candidates = _candidates(sequence_length, ranks, mask, ranks_per_node)
+    fastest = next(candidates)
+    fastest_time = relative_time(fastest, mask, sequence_length, ranks_per_node, row_pairs)
+    while fastest_time > accepted_time and (layout := next(candidates, None)):
         # A layout on which a rank's pairs alone take longer than the fastest one is not faster.
-        if fastest is None or max(rank_areas(layout, mask, sequence_length)) < fastest_time * even_area:
+        if max(rank_areas(layout, mask, sequence_length)) < fastest_time * even_area:
             time = relative_time(layout, mask, sequence_length, ranks_per_node, row_pairs)
             if time < fastest_time:
                 fastest, fastest_time = layout, time
-        if fastest_time <= accepted_time:
-            break
-    assert fastest is not None
     return fastest
 
 

@@ -30,8 +30,6 @@ _ATTENTION_MODULE = re.compile(r"(Attention|Attn)\d*$")
 _TOKEN_MIXER_MODULE = re.compile(r"DeltaNet|DeltaAttention|LinearAttention|Mamba|RWKV|Retention|ShortConv|Recurrent")
 _COUNTERS = (torch.arange, torch.cumsum, Tensor.cumsum)
 _SHIFTS = (F.pad, Tensor.__getitem__, torch.roll, Tensor.roll)
-_RECURRENCES = (torch.lstm, torch.gru)
-_CONVOLUTIONS = (F.conv1d, F.conv_transpose1d)
 _SDPA = torch._C._nn.scaled_dot_product_attention
 SDPA_FIX = (
     "its ranks would each attend to their own shard only: choose an attention that goes through "
@@ -234,7 +232,7 @@ class _Block(TorchFunctionMode):
         if func is not _SDPA and ("attention" in name or "attn" in name):
             raise PlanError(f"{name} was called, which sees a rank's own tokens only", fix=SDPA_FIX)
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
-        if func in _RECURRENCES or (func in _CONVOLUTIONS and weight.shape[-1] > 1):
+        if func in (torch.lstm, torch.gru) or (func in (F.conv1d, F.conv_transpose1d) and weight.shape[-1] > 1):
             raise _mixes_neighbours(name)
         out = func(*args, **kwargs)
         self.read_positions |= any(id(x) in self.positions for x in (*args, *kwargs.values()))

@@ -251,7 +251,7 @@ def test_masks_of_flex_are_kept_within_their_bytes(monkeypatch: pytest.MonkeyPat
     for number in range(10):
         flex.block_mask(tiles[number], q, 1024)
     assert flex._masks.held_bytes == 3 * one
-    assert [key[0][0] for key in flex._masks.held] == tiles[-3:], "the newest"
+    assert [key[0][0] for key in flex._masks.entries] == tiles[-3:], "the newest"
 
 
 @pytest.mark.parametrize("scores", ["plain", "capped", "biased"])

@@ -130,7 +130,7 @@ def test_a_device_cache_holds_the_last_used_within_its_bytes() -> None:
     value("a", 40), value("b", 40)
     assert made == ["a", "b", "c", "b"], "b was used least of late when c came"
     value("too large", 500)
-    assert (cache.held_bytes, len(cache.held)) == (500, 1)
+    assert (cache.held_bytes, len(cache.entries)) == (500, 1)
 
 
 def test_a_device_cache_keeps_tensors_without_data_to_their_mode() -> None:

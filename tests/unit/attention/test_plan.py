@@ -396,7 +396,7 @@ def test_options_that_exclude_each_other_are_refused() -> None:
         make_plan(64, ranks=2, strategy="all_to_all", kv_transfer="float8")
     with pytest.raises(PlanError, match="all_to_all_ranks = 3 does not fit strategy 'hybrid' on 4 ranks"):
         make_plan(64, ranks=4, strategy="hybrid", all_to_all_ranks=3)
-    with pytest.raises(PlanError, match="rank -1 is not one of 2 ranks; give its place in the context-parallel group"):
+    with pytest.raises(PlanError, match="rank -1 is not one of 2 ranks; give its number in the context-parallel group"):
         make_plan(64, ranks=2, rank=-1)  # as torch numbers a rank in a group that it is not in
     with pytest.raises(PlanError, match=r"window = .* has a side below -1"):
         make_plan(64, mask=AttentionMask(window=(-2, 0)))
