@@ -162,7 +162,7 @@ def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None,
     for head in range(q.shape[2]):
         if head % (q.shape[2] // k.shape[2]) == 0:
             keys = plan.unshard(k[:, :, head * k.shape[2] // q.shape[2]])
-        for tile in plan.gathered_tiles:
+        for tile in plan.gathered_tiles if len(q) else ():
             rows, columns = rows_of(tile)
             k_tile = keys[columns].to(dtype)
             block = max(1, BLOCK_SCORES // k_tile.shape[1])
@@ -202,7 +202,7 @@ class ContextParallel:
 
     Raises:
         LayoutError: the layout is unknown.
-        PlanError: another name is unknown, or the axes of the mesh do not fit the strategy.
+        PlanError: another name is unknown, the axes of the mesh do not fit the strategy, or this rank is not in it.
     """
 
     mesh: DeviceMesh
@@ -232,6 +232,8 @@ class ContextParallel:
                 f"ranks do not ascend along an axis of the mesh, or whole_mesh has others: {mesh}, {self.whole_mesh}",
                 fix="give meshes of the same ranks, in ascending order",
             )
+        if mesh.get_coordinate() is None:
+            raise PlanError(f"this rank is not in the mesh: {mesh}", fix="make it on the ranks of the mesh only")
         process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         if self.whole_mesh:
             process_groups.insert(1, self.whole_mesh.get_group())  # the ring stays first, the inner group last

@@ -82,12 +82,14 @@ class AttentionMask:
             cu_seqlens_padded: cumulative lengths with the padding after each document, if there is any.
 
         Raises:
-            PlanError: the lengths do not start at 0 or decrease.
+            PlanError: the lengths do not start at 0, decrease, or are for different numbers of documents.
         """
         lengths = _lengths("cu_seqlens", cu_seqlens)
         if cu_seqlens_padded is None:
             return cls(causal, window, (tuple(length for length in lengths if length),))
         padded = _lengths("cu_seqlens_padded", cu_seqlens_padded)
+        if len(padded) != len(lengths):
+            raise PlanError(f"cu_seqlens has {len(lengths)} documents and cu_seqlens_padded {len(padded)}")
         documents = [(rows, tokens) for rows, tokens in zip(padded, lengths, strict=True) if rows or tokens]
         return cls(causal, window, (tuple(rows for rows, _ in documents),), (tuple(tokens for _, tokens in documents),))
 
@@ -121,6 +123,8 @@ class AttentionMask:
             return (((0, sequence_length),),)
         if not lengths:
             raise PlanError("document_lengths has no batch row", fix="give one tuple of lengths per row, or None")
+        if used is not None and [len(row) for row in used] != [len(row) for row in lengths]:
+            raise PlanError("used_lengths and document_lengths differ in shape", fix="give one number per document")
         rows = zip(range(len(lengths)), lengths, used or lengths, strict=True)
         return tuple(_token_spans(sequence_length, *row) for row in rows)
 

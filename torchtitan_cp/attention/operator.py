@@ -122,6 +122,8 @@ def attention(
     all_to_all_ranks: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`, the residuals of an all-to-all of `all_to_all_ranks`)."""
+    if not len(q):  # which some kernels refuse
+        return _new_outputs(q, k, v, all_to_all_ranks)
     q, k, v = map(_with_unit_stride, (q, k, v))
     strategy, call = _make_call(handle, q, v, (q.shape[2], k.shape[2]), ScoreMod(scale, softcap), sinks, slopes)
     out, lse, residuals = strategy.forward(q, k, v, call)
@@ -140,6 +142,8 @@ def attention_backward(
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
+    if not len(dout):
+        return _new_gradients(dout, residuals, sinks, key_heads)
     dout, q, k, v, out = map(_with_unit_stride, (dout, *residuals[:4]))
     strategy, call = _make_call(handle, q, v, (dout.shape[2], key_heads), ScoreMod(scale, softcap), sinks, slopes)
     *gradients, dsinks = strategy.backward(dout, Residuals(q, k, v, out, residuals[4]), call)

@@ -101,8 +101,13 @@ def context_parallel(
 def _common_length(buffers: Sequence[Tensor], dims: Sequence[int]) -> int:
     """The length of all buffers along their sequence dims."""
     shapes = [tuple(buffer.shape) for buffer in buffers]
-    lengths = {shape[dim] for shape, dim in zip(shapes, dims, strict=True)}
-    if len(lengths) != 1:
+    if not buffers or len(buffers) != len(dims):
+        raise PlanError(
+            f"context_parallel has {len(buffers)} buffers and {len(dims)} sequence dims",
+            fix="give at least one buffer, and one dim for each",
+        )
+    lengths = {shape[dim] if -len(shape) <= dim < len(shape) else 0 for shape, dim in zip(shapes, dims, strict=True)}
+    if len(lengths) > 1 or 0 in lengths:
         raise PlanError(f"buffers {shapes} have no one length along dims {[*dims]}", fix="give each its sequence dim")
     if any(buffer.requires_grad for buffer in buffers):
         raise PlanError("a buffer requires grad and cannot be sharded in place", fix="shard it with plan.shard")

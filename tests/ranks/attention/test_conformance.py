@@ -481,6 +481,29 @@ def test_a_rank_with_nothing_to_attend_gives_zeros_and_zero_gradients(ranks: Cal
     assert all(x.isfinite().all() for answer in answers for x in answer)
 
 
+def run_empty_batch(strategy: str) -> list[Any]:
+    """A micro-batch without sequences: nothing to compute and nothing to send."""
+    cp = make_cp(strategy, "zigzag")
+    sinks = torch.zeros(4, device=rank_device(), requires_grad=True)
+    shapes = []
+    for mask in ("causal", "documents"):
+        plan = cp.plan(S, MASKS[mask])
+        q, k, v = (torch.zeros(0, S // 4, *shape, device=rank_device()) for shape in ((4, 8), (2, 8), (2, 16)))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = cp.attention(*leaves, plan, sinks=sinks)
+        out.sum().backward()
+        largest = cp.largest_logits(q, k, plan)
+        shapes += [out.shape, *(x.grad.shape for x in leaves), largest.tolist(), sinks.grad.tolist()]  # type: ignore[union-attr]
+    return shapes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_empty_batch_gives_empty_tensors(ranks: Callable[[int], RankPool], strategy: str) -> None:
+    shapes = [(0, 24, 4, 16), (0, 24, 4, 8), (0, 24, 2, 8), (0, 24, 2, 16)]
+    want = [*shapes, [float("-inf")] * 4, [0.0] * 4] * 2
+    assert ranks(4)(run_empty_batch, strategy) == [want] * 4
+
+
 def show_arguments() -> tuple[Any, ...]:
     cp = ContextParallel(init_device_mesh("cpu", (1, 2)), kernel="reference")
     return cp.mesh.shape, cp.strategy, cp.kernel, cp.layout, cp.kv_transfer
@@ -504,6 +527,7 @@ def run_refusals() -> list[str]:
         lambda: ContextParallel(init_device_mesh("cpu", (2,)), strategy="hybrid"),
         lambda: ContextParallel(DeviceMesh("cpu", [1, 0])),
         lambda: make_cp("ring", "zig"),
+        lambda: ContextParallel(DeviceMesh("cpu", [1])),
     ]
     messages = []
     for call in calls:
@@ -527,6 +551,7 @@ def test_calls_that_do_not_fit_are_refused_with_what_would(ranks: Callable[[int]
     assert "for hybrid a 2-D one" in messages[7]
     assert "ranks do not ascend along an axis of the mesh" in messages[8]
     assert "layout 'zig' is not available; use one of auto, contiguous" in messages[9]
+    assert "this rank is not in the mesh" in messages[10]
 
 
 def run_unshard_gradient() -> Tensor:

@@ -357,7 +357,9 @@ def run_refusals() -> list[str]:
         assert x.shape == (1, S), "restored after an error too"
     for buffers, dims in (
         ([], []),
+        ([x], [1, 1]),
         ([x, torch.zeros(4)], [1, 0]),
+        ([x, x[0]], [1, 1]),
         ([x.clone().requires_grad_()], [1]),
     ):
         with pytest.raises(PlanError) as refused, context_parallel(make_cp(), buffers, dims):
@@ -379,6 +381,8 @@ def test_what_a_shard_cannot_honour_is_refused_by_name(ranks: Callable[[int], Ra
     assert "attention dropout of 0.1 is not available; set it to 0" in messages[0]
     assert "only self-attention over the sharded sequence" in messages[1]
     assert "the call has is_causal = False and the mask causal = True" in messages[2]
-    assert "buffers [] have no one length along dims []" in messages[3]
-    assert "buffers [(1, 48), (4,)] have no one length along dims [1, 0]; give each its sequence dim" in messages[4]
-    assert "requires grad" in messages[5]
+    assert "0 buffers and 0 sequence dims" in messages[3]
+    assert "1 buffers and 2 sequence dims" in messages[4]
+    assert "buffers [(1, 48), (4,)] have no one length along dims [1, 0]; give each its sequence dim" in messages[5]
+    assert "buffers [(1, 48), (48,)] have no one length along dims [1, 1]" in messages[6]
+    assert "requires grad" in messages[7]

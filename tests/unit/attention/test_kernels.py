@@ -382,12 +382,17 @@ def test_a_kernel_asked_for_that_cannot_names_those_that_can() -> None:
         choose_kernel("auto", x.long(), x.long())
 
 
-def test_the_log_names_the_kernel_in_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_kernel_in_one_short_line_and_the_reasons_at_debug_level(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     choose_for_case.cache_clear()
     x = torch.zeros(1, 8, 2, 16)
     with caplog.at_level("DEBUG", "torchtitan_cp.attention.kernels"):
         choose_kernel("auto", x, x)
-    assert caplog.messages == ["attention kernel cpu for float32 on cpu"]
+    [(_, _, chosen), (_, _, others)] = caplog.record_tuples
+    assert [record.levelname for record in caplog.records] == ["INFO", "DEBUG"]
+    assert chosen == "attention kernel cpu for float32 on cpu"
+    assert "flash: it runs on cuda, not cpu" in others
 
 
 H100, B200, A100, RTX = (9, 0), (10, 0), (8, 0), (12, 0)
@@ -507,6 +512,14 @@ def test_a_soft_cap_that_is_no_bound_is_refused_by_every_kernel(softcap: float) 
     for kernel in ("cpu", "reference"):
         with pytest.raises(PlanError, match="is not at least 0; give a positive number, or 0 for none"):
             attend(q, q, q, make_plan(8, kernel=kernel), softcap=softcap)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference", *EMULATED])
+def test_no_kernel_is_given_an_empty_batch(kernel: str) -> None:
+    leaves = [torch.zeros(0, 64, 2, 16, requires_grad=True) for _ in "qkv"]
+    with emulate():
+        attend(*leaves, make_plan(64, mask=AttentionMask(document_lengths=((20, 44),)), kernel=kernel)).sum().backward()
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in leaves)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])

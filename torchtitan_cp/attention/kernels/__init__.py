@@ -38,6 +38,11 @@ PREFERRED = {9: "cudnn", 10: "cudnn"}
 
 def check_kernel(name: str) -> str:
     """Return `name`, or raise PlanError unless it is `auto` or a registered kernel."""
+    if name == "fp8":
+        raise PlanError(
+            "attention kernel 'fp8' is not available: PyTorch's FP8 attention (FlashAttention-3's) has no backward",
+            fix="carry keys and values in 8 bits with kv_transfer = 'float8', and use kernel = 'auto'",
+        )
     return check_name("attention kernel", name, ("auto", *KERNELS))
 
 
@@ -70,6 +75,7 @@ def choose_for_case(name: str, case: Case) -> str:
             tiles = "full and causal tiles" if case.dense else "windows or packed documents"
             where += " {}.{}, the first that can for {}".format(*case.capability, tiles)
         logger.info("attention kernel %s for %s on %s", able[0], str(case.dtype).removeprefix("torch."), where)
+        logger.debug("other kernels: %s", "; ".join(f"{other}: {why}" for other, why in refusals.items() if why))
         return able[0]
     if name in able:
         return name
