@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face's format: safetensors files, with an index where there are several.
+"""Weights from and to Hugging Face's format: safetensors files, with an index if there are several.
 
 The architecture says what a parameter is called there. Each rank reads only its own shards, so no rank ever has the
 whole model.
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from operator import add, ge, sub
 from pathlib import Path
 from typing import Any
 
@@ -27,62 +26,64 @@ from torchtitan_cp.config.rope import KEYS_BY_KIND
 from torchtitan_cp.config.sections import Rope
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# Of one safetensors file; a larger tensor has one of its own.
+# Upper bound for one safetensors file; a tensor that exceeds it gets a file to itself.
 MAX_FILE_BYTES = 5 * 2**30
 
-# Of the text model in files with images or sound: newer, older, and of Idefics and SmolVLM.
+# Names of the text model's tensors in multimodal checkpoints: newer ones, older ones, and Idefics and SmolVLM.
 TEXT_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model)\.")
 
-# The last number of a hub name that has two: the first is the layer's.
-ENTRY = re.compile(r"(\.\d+\..*)\.\d+\.")
+# The second number of a hub name, an expert's; the first is the layer's.
+ENTRY_NUMBER = re.compile(r"(\.\d+\..*)\.\d+\.")
 
-# As safetensors names them: weights of other kinds are quantized; buffers may be whole numbers.
-PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
+# safetensors' names of dtypes. Weights of other dtypes are quantized; buffers may be integers or booleans.
+UNQUANTIZED = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 
-# Keys of a rotary embedding -> theirs; one has another name there.
+# Keys of a stage's rope -> keys of config.json; one has another name there.
 ROPE_KEYS = {key: key for keys in KEYS_BY_KIND.values() for key in keys}
 ROPE_KEYS["original_seq_len"] = "original_max_position_embeddings"
 ATTENTION_KEYS = {"attention_factor", "mscale", "mscale_all_dim"}
 
 
 @torch.no_grad()
-def _load_by_names(part: nn.Module, whole: Iterable[str], stored: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def _load_by_names(
+    part: nn.Module, all_names: Iterable[str], stored: Mapping[str, Any], names: Mapping[str, str]
+) -> None:
     """Fill a part of a model, each rank its own shards.
 
     Args:
         part: sharded in any way; parameters have the names they have in the whole model.
-        whole: names of all parameters of the whole model.
+        all_names: names of all parameters of the whole model.
         stored: hub name -> slice of a file.
         names: our names -> hub names, with `*` for a layer's number. A second `*` in the hub name numbers the entries
-            of our first dim, as experts are separate tensors there.
+            of our first dim, as each expert is a tensor of its own there.
 
     Raises:
-        ValueError: tensors are missing, one has another shape, the model has no place for it, or a tied output is
-            stored too and is not the embedding.
+        ValueError: a tensor is missing, has another shape or belongs to no parameter, or a tied output is stored too
+            and differs from the embedding.
     """
     output = names["output.weight"]
-    tied = output in stored and "output.weight" not in whole
-    known = {output, *(_hub_pattern(name, names) for name in whole)}
+    tied = output in stored and "output.weight" not in all_names
+    expected = {output, *(_hub_pattern(name, names) for name in all_names)}
     weights = [name for name in stored if not name.endswith(".rotary_emb.inv_freq")]
-    unknown = [name for name in weights if known.isdisjoint((name, ENTRY.sub(r"\1.*.", name)))]
+    unknown = [name for name in weights if expected.isdisjoint((name, ENTRY_NUMBER.sub(r"\1.*.", name)))]
     if unknown:
         raise ValueError(f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
     for name, parameter in part.named_parameters():
-        twice = [(output, None)] if tied and name == "tok_embeddings.weight" else []
-        for hub_name, entry in hub_names(name, parameter.shape, names) + twice:
+        tied_output = [(output, None)] if tied and name == "tok_embeddings.weight" else []
+        for hub_name, entry in hub_names(name, parameter.shape, names) + tied_output:
             if hub_name not in stored:
                 raise ValueError(f"has no tensor {hub_name}, which is our {name}")
             tensor, shape = stored[hub_name], list(parameter.shape)
-            theirs, ours = tensor.get_shape(), shape if entry is None else shape[1:]
-            if theirs != ours:
-                raise ValueError(f"is of another model: {hub_name} has the shape {theirs}, and the model's is {ours}")
+            found, wanted = tensor.get_shape(), shape if entry is None else shape[1:]
+            if found != wanted:
+                raise ValueError(f"is of another model: {hub_name} has the shape {found}, and the model's is {wanted}")
             start = [entry or 0] + [0] * (len(shape) - 1)
             if not read_shard(tensor, start, parameter, compare=tied and hub_name == output):
                 raise ValueError(f"has other values in {hub_name} than in the weight that it is tied to")
 
 
 def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list[tuple[str, int | None]]:
-    """Hub names of our parameter, and which entry of its first dim each is; None: all of it.
+    """Hub names of our parameter, each with the entry of the first dim that it holds; None: the whole parameter.
 
     Args:
         shape: of the whole parameter.
@@ -95,50 +96,56 @@ def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list
 
 
 def _hub_pattern(name: str, names: Mapping[str, str]) -> str:
-    """Hub name of our parameter, where `*` numbers the entries of its first dim."""
+    """Hub name of our parameter; a `*` in it stands for the number of an entry of the first dim."""
     layer = next((word for word in name.split(".") if word.isdigit()), "*")
     return names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", layer, 1)
 
 
 def read_shard(stored: Any, start: Sequence[int], whole: Tensor, *, compare: bool = False) -> bool:
-    """Read what this rank has of a stored tensor, which may be a part of ours.
+    """Copy a stored tensor into this rank's shard of a parameter, as far as they overlap.
 
     Args:
-        stored: a slice of a file.
-        start: where it begins in ours; it may lack first dims, of which it is one entry.
-        whole: ours, sharded in any way.
-        compare: leave ours as it is.
+        stored: a slice of a file. It may be a part of the parameter and lack first dims, of which it is one entry.
+        start: where it begins in the parameter, per dim.
+        whole: the parameter, sharded in any way.
+        compare: compare the values and copy nothing.
 
     Returns:
-        whether it is equal to what is there, if `compare`; otherwise it is copied there.
+        False if `compare` finds other values; otherwise True.
     """
-    local, first, size = local_tensor(whole.detach()), [own.start for own in shard_slices(whole)], stored.get_shape()
-    missing = whole.ndim - len(size)
-    low = list(map(max, first, start))
-    high = list(map(min, map(add, first, local.shape), map(add, start, [1] * missing + size)))
-    if any(map(ge, low, high)):
-        return True
-    ours, theirs = (tuple(map(slice, map(sub, low, begin), map(sub, high, begin))) for begin in (first, start))
-    place, values = local[ours], stored[theirs[missing:]]
+    local, size = local_tensor(whole.detach()), stored.get_shape()
+    missing_dims = whole.ndim - len(size)
+    in_local, in_stored = list[slice](), list[slice]()
+    for shard, begin, length in zip(shard_slices(whole), start, [1] * missing_dims + size, strict=True):
+        low, high = max(shard.start, begin), min(shard.stop, begin + length)
+        if low >= high:
+            return True
+        in_local.append(slice(low - shard.start, high - shard.start))
+        in_stored.append(slice(low - begin, high - begin))
+    target, values = local[tuple(in_local)], stored[tuple(in_stored[missing_dims:])]
     if compare:
-        return torch.equal(place, values.to(place).view_as(place))
-    place.copy_(values)
+        return torch.equal(target, values.to(target).view_as(target))
+    target.copy_(values)
     return True
 
 
 def _open_tensors(folder: Path) -> dict[str, Any]:
-    """Name -> slice of a file. Of a multimodal model, the text model's, by the names that it has alone."""
+    """Hub name -> slice of a file. Of a multimodal model only the text model's, by the names of a text model."""
     open_once = cache(_open)
-    found, name = dict[str, Any](), ""
+    stored, name = dict[str, Any](), ""
     try:
         for name, file in files_by_tensor(folder).items():
-            found[name] = open_once(folder / file).get_slice(name)
+            stored[name] = open_once(folder / file).get_slice(name)
     except SafetensorError as error:
         raise _broken(folder, f"has no {name} in the file that its index names: {error}") from None
-    if not any(map(TEXT_PREFIX.match, found)):
-        return found
-    alone = {name: TEXT_PREFIX.sub("model.", name).removeprefix("language_model.") for name in found}
-    return {alone[name]: tensor for name, tensor in found.items() if alone[name] != name or name.startswith("lm_head.")}
+    if not any(map(TEXT_PREFIX.match, stored)):
+        return stored
+    text = dict[str, Any]()
+    for name, tensor in stored.items():
+        text_name = TEXT_PREFIX.sub("model.", name).removeprefix("language_model.")
+        if text_name != name or name.startswith("lm_head."):
+            text[text_name] = tensor
+    return text
 
 
 def files_by_tensor(folder: Path) -> dict[str, str]:
@@ -151,7 +158,7 @@ def files_by_tensor(folder: Path) -> dict[str, str]:
     try:
         if index.is_file():
             files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: str(Path(file)) for name, file in files.items()}  # raises where it is no name
+            return {name: str(Path(file)) for name, file in files.items()}  # raises if a file has no name
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _broken(folder, f"has an index that cannot be read: {error}") from None
     if not (folder / SINGLE_FILE).is_file():
@@ -176,7 +183,7 @@ def _broken(where: Path, what: str) -> ConfigError:
 
 
 def save_hub_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, Tensor]]) -> None:
-    """Write tensors one file after the other.
+    """Write tensors to safetensors files, one file after the other.
 
     Args:
         folder: exists and is empty.
@@ -199,7 +206,7 @@ def save_hub_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[lis
     for file, names in zip(files, groups, strict=True):
         save_file(read(names), folder / file, metadata={"format": "pt"})
         with suppress(OSError):  # some file systems have no permissions
-            (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
+            (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it
 
 
 def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
@@ -209,47 +216,48 @@ def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
     values = {ROPE_KEYS[key]: getattr(rope, key) for key in KEYS_BY_KIND[rope.kind]}
     if rope.kind == "longrope":
         values["short_factor"] = rope.short_factor or rope.long_factor
-    # 0 and () ask for the paper's rule, and so does a missing key there.
+    # 0 and () stand for the paper's rule, as does a missing key in config.json.
     values = {key: list(x) if isinstance(x, tuple) else x for key, x in values.items() if x or x is False}
     return {"rope_type": "default" if rope.kind == "none" else rope.kind, "rope_theta": rope.theta, **values}
 
 
 def fill_rope(rope: Rope, config: Mapping[str, Any]) -> Rope:
-    """A stage's rotary embedding; theta and keys of its kind that the TOML omits come from a config.json.
+    """A stage's rotary embedding, with theta and the keys of its kind that the TOML omits from a config.json.
 
     Raises:
         ConfigError: see `hub_rope`.
     """
     if not {"theta", *KEYS_BY_KIND[rope.kind]}.intersection(rope.omitted):
         return rope
-    theirs, taken = hub_rope(config, rope.kind), set(rope.omitted)
-    if not taken >= ATTENTION_KEYS:  # they exclude each other
-        taken -= ATTENTION_KEYS
-    elif "factor" not in taken and rope.factor != theirs.factor:  # it may follow from that
-        taken.remove("attention_factor")
-    return replace(rope, **{key: getattr(theirs, key) for key in taken})
+    stored, keys = hub_rope(config, rope.kind), set(rope.omitted)
+    if not keys >= ATTENTION_KEYS:  # attention_factor and the two mscale exclude each other
+        keys -= ATTENTION_KEYS
+    elif "factor" not in keys and rope.factor != stored.factor:  # the stored attention_factor may follow from factor
+        keys.remove("attention_factor")
+    return replace(rope, **{key: getattr(stored, key) for key in keys})
 
 
 def hub_rope(config: Mapping[str, Any], wanted: str = "") -> Rope:
     """The rotary embedding of a config.json, as a stage has it.
 
     Args:
-        wanted: kind of a stage; of another one only theta is returned.
+        wanted: kind of a stage. If config.json has another kind, only its theta is taken. "": take any kind.
 
     Raises:
         ConfigError: a kind of scaling that a stage cannot have, or values of the wrong type.
     """
     try:
         values, config = _hub_rope_parameters(config), config.get("text_config", config)
-        kind, problem = "none" if values["rope_type"] == "default" else str(values["rope_type"]), ""
         trained, key = config.get("max_position_embeddings") or 0, ROPE_KEYS["original_seq_len"]
-        original = config.get(key) or values.get(key) or trained  # as in transformers, the one beside them comes first
+        # As in transformers, the original length beside the rope's parameters comes before the one among them.
+        original = config.get(key) or values.get(key) or trained
         values = {"factor": trained / (original or 1), **values, key: original}
         if values.get("attention_factor") or not (values.get("mscale") and values.get("mscale_all_dim")):
             values |= {"mscale": 0.0, "mscale_all_dim": 0.0}
+        kind, problem = str(values["rope_type"]), ""
     except (AttributeError, TypeError) as error:
         kind, problem = "", f" that cannot be read: {error}"
-    if wanted and kind not in ("", wanted):
+    if kind == "default" or (kind and kind != (wanted or kind)):
         kind = "none"
     if kind not in KEYS_BY_KIND:
         raise ConfigError(
@@ -262,47 +270,47 @@ def hub_rope(config: Mapping[str, Any], wanted: str = "") -> Rope:
 
 
 def rope_changes(config: Mapping[str, Any], rope: Rope, head_dim: int) -> list[str]:
-    """What a stage changes of the rotary embedding of a config.json; head_dim is D."""
-    theirs, ours = _hub_rope_parameters(config), rope_parameters(rope, head_dim)
-    with suppress(ConfigError):  # of a kind that no stage has
-        theirs = rope_parameters(hub_rope(config), head_dim)
+    """What a stage changes in the rotary embedding of a config.json; head_dim is D."""
+    before, after = _hub_rope_parameters(config), rope_parameters(rope, head_dim)
+    with suppress(ConfigError):  # a kind that no stage can have
+        before = rope_parameters(hub_rope(config), head_dim)
     keys = "rope_type", "rope_theta", *ROPE_KEYS.values()
-    return [f"{key} {theirs.get(key)} -> {ours.get(key)}" for key in keys if theirs.get(key) != ours.get(key)]
+    return [f"{key} {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]
 
 
 def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of a config.json, of the layers without a window; before transformers 5 two keys held them."""
+    """`rope_parameters` of a config.json, for layers without a window; before transformers 5 two keys held them."""
     config = config.get("text_config", config)
-    # Without rope_theta, as in Llama 2's config.json, the families' classes take 10,000.
+    # If rope_theta is missing, as in Llama 2's config.json, transformers takes 10,000.
     older = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
     newer = config.get("rope_parameters") or older
-    full = newer.get("full_attention", newer) or {}  # null: no positions turn them
+    full = newer.get("full_attention", newer) or {}  # null: these layers have no rotary embedding
     values = {key: value for key, value in full.items() if value is not None}
     return {"rope_type": values.get("type", "default"), "rope_theta": older["rope_theta"], **values}
 
 
 def load_parts(
-    folder: Path, parts: Iterable[nn.Module], whole: Iterable[str], hub: Any, read: Callable[..., bool] = read_shard
+    folder: Path, parts: Iterable[nn.Module], all_names: Iterable[str], hub: Any, read: Callable[..., bool] = read_shard
 ) -> None:
     """Fill the parts of a model from a folder.
 
     Args:
-        whole: names of all parameters of the whole model.
-        hub: of the architecture, a `models.architecture.Hub`.
-        read: of an architecture with `hub.load` another, so that parts on meta are checked alone.
+        all_names: names of all parameters of the whole model.
+        hub: the architecture's `models.architecture.Hub`.
+        read: replaces `read_shard` where `hub.load` only checks parts on the meta device.
 
     Raises:
-        ConfigError: it lacks tensors of this model.
+        ConfigError: the folder lacks tensors of this model, or has others.
     """
     stored = _open_tensors(folder)
     try:
         for name, tensor in stored.items():
-            if tensor.get_dtype() not in PLAIN:
+            if tensor.get_dtype() not in UNQUANTIZED:
                 raise ValueError(f"is quantized: {name} is {tensor.get_dtype()}; save it in bfloat16 first")
         for part in parts:
             if hub.load:
                 hub.load(part, stored, read)
             else:
-                _load_by_names(part, whole, stored, hub.names)
+                _load_by_names(part, all_names, stored, hub.names)
     except ValueError as error:
         raise _broken(folder, str(error)) from None

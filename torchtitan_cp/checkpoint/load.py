@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torchtitan_cp.checkpoint.manifest import METADATA_FILE, Manifest, read_manifest
 from torchtitan_cp.config import ConfigError
 
-# All that the table is made of, by module.
+# The classes that the table is made of, by module.
 TABLE_CLASSES = {
     metadata.__name__: {
         name for name, value in vars(metadata).items() if getattr(value, "__module__", "") == metadata.__name__
@@ -34,7 +34,7 @@ TABLE_CLASSES = {
 
 
 class TableUnpickler(pickle.Unpickler):
-    """Makes nothing but the classes of torch's table of tensors.
+    """Unpickles the classes of torch's table of tensors, and no others.
 
     Raises:
         UnpicklingError: the pickle names anything else.
@@ -47,7 +47,7 @@ class TableUnpickler(pickle.Unpickler):
 
 
 def read_table(folder: Path, manifest: Manifest) -> Metadata:
-    """The table of tensors: where each lies in which file.
+    """The table of tensors: in which file, and where in it, each one lies.
 
     Raises:
         ConfigError: it is not such a table, or names code to run or files outside the checkpoint.
@@ -58,8 +58,7 @@ def read_table(folder: Path, manifest: Manifest) -> Metadata:
         outside = {entry.relative_path for entry in table.storage_data.values()} - manifest.files.keys()
         if outside:
             raise pickle.UnpicklingError(f"it names {min(outside)}, which is not in the manifest")
-    except Exception as error:
-        # Whatever a corrupt pickle may raise.
+    except Exception as error:  # a corrupt pickle may raise anything
         raise ConfigError(
             f"{folder / METADATA_FILE} is refused: {error}",
             fix=f"if you did not write this checkpoint yourself, do not use it; else delete {folder} to resume from "
@@ -98,7 +97,7 @@ def load_state(reader: CheckpointReader, state: dict[str, Any], *, no_dist: bool
     """Fill a state dict in place, each rank its own shards.
 
     Args:
-        no_dist: this process reads alone; otherwise all ranks call.
+        no_dist: only this process reads; otherwise all ranks call.
 
     Raises:
         ConfigError: an entry is missing or cannot be read.
@@ -113,7 +112,7 @@ def load_state(reader: CheckpointReader, state: dict[str, Any], *, no_dist: bool
 
 
 def describe_failure(error: BaseException) -> str:
-    """The rank that failed, or the first of several, with the type and the first line of its error."""
+    """The first rank that failed, with the type and the first line of its error."""
     failures = error.failures if isinstance(error, CheckpointException) else {dist.get_rank(): (error, None)}
     rank, (cause, _) = next(iter(failures.items()))
     message, *_ = str(cause).strip().split("\n")

@@ -9,12 +9,12 @@ from typing import Any
 from torchtitan_cp.config import ConfigError
 
 PROGRESS_FILE = "progress.json"
-# Keys of a progress.json written before, and what they are called now.
+# Old names of keys, which older progress.json files have, and their names now.
 OLD_KEYS = {"cursor": "trained_tokens", "passed_over": "skipped_ranges", "recipe": "text_recipe"}
 
 
 class DamagedError(Exception):
-    """A checkpoint's progress or manifest is missing or cannot be understood."""
+    """A checkpoint's progress or manifest is missing or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class Progress:
     stage's batch number `text_step`; the stage's streams start where `source_tokens` ends.
 
     Attributes:
-        step: optimizer steps begun (skipped ones and those rolled back too): it never falls.
+        step: optimizer steps begun, including skipped and rolled-back ones, so that it never decreases.
         trained_tokens: over all ranks; for the metrics.
         stage: index of the current stage; stage_step: its optimizer steps that were taken and not rolled back.
         stage_done: the stage ended before its last step, as its gate opened.
         evaluated_step: step at which the newest evaluation of a stage's end was finished.
         source_tokens: tokens of each source that the stages before this one read.
-        read_tokens: the same with this stage, once no step of it is left; empty before.
+        read_tokens: the same including this stage, once it has no steps left; empty before.
         identity: what must be the same to resume: the model's sizes, the data.
-        block_tokens: block size of the data order; another one reorders the text that is left.
-        data_order: keys of [data] that also decide it.
-        short_loss: newest held-out loss at the length of the first stage; short_tokens: evaluation.tokens of it.
+        block_tokens: block size of the data order; another size reorders the text that is left.
+        data_order: keys of [data] that also decide the data order.
+        short_loss: newest held-out loss at the length of the first stage; short_tokens: its evaluation.tokens.
         seconds: of training and of evaluation, by rank 0's clock.
-        skipped_ranges: text that is not trained on: [stage, first, stop], the stage's steps of text in [first, stop).
+        skipped_ranges: text that is not trained on, as [stage, first, stop]: the stage's text steps in [first, stop).
         health: what bad steps have led to; see health.recovery.RecoveryState.
         recent: numbers of the last healthy steps; see health.monitor.SpikeDetector.
-        text_recipe: of the current stage, what says which text a step reads; see ResolvedStage.text_recipe.
-        ropes: `rope` of each stage entered, by number, as it was last; None: the model's own.
-        stage_losses: per stage begun, its first and last training loss, and the steps taken.
+        text_recipe: what decides which text a step of the current stage reads; see ResolvedStage.text_recipe.
+        ropes: by stage number, the newest `rope` of each stage entered; None: the model's own.
+        stage_losses: by stage number, the first and last training loss of each stage begun, and the steps taken.
     """
 
     step: int = 0
@@ -69,10 +69,10 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Progress":
-        """The progress that a checkpoint holds, under today's keys or those of before."""
-        found = {OLD_KEYS.get(key, key): value for key, value in dict(saved).items()}
-        # Without the key it was saved after the evaluation.
-        return cls(**{"evaluated_step": found.get("step", 0), **found})
+        """The progress that a checkpoint holds, under current or old keys."""
+        values = {OLD_KEYS.get(key, key): value for key, value in dict(saved).items()}
+        # Checkpoints from before this key existed were saved after the evaluation.
+        return cls(**{"evaluated_step": values.get("step", 0), **values})
 
     def skipped_steps(self, stage: int) -> int:
         """How many steps of a stage's text are skipped."""
@@ -81,12 +81,11 @@ class Progress:
     @property
     def taken_steps(self) -> dict[int, int]:
         """Steps that each stage before this one took, as far as the checkpoint says."""
-        taken = {int(name): int(row[2]) for name, row in self.stage_losses.items()}
-        return {stage: steps for stage, steps in taken.items() if stage < self.stage}
+        return {int(stage): int(row[2]) for stage, row in self.stage_losses.items() if int(stage) < self.stage}
 
     @property
     def healthy(self) -> bool:
-        """Whether the step before it was taken, so that recovery may go back to its checkpoint."""
+        """Whether the last step was healthy, so that recovery may go back to this checkpoint."""
         return not self.health.get("bad_steps")
 
     @property
@@ -96,30 +95,34 @@ class Progress:
 
     @property
     def text_step(self) -> int:
-        """Which step of the stage's text comes next: those taken and those skipped come before it."""
+        """Which step of the stage's text comes next, after those taken and those skipped."""
         return self.stage_step + self.skipped_steps(self.stage)
 
     def after_skip(self) -> "Progress":
-        """After a step that changed nothing: its text is skipped."""
+        """The progress after a step that changed nothing, whose text is skipped."""
         skipped = [self.stage, self.text_step, self.text_step + 1]
         return dataclasses.replace(self, step=self.step + 1, skipped_ranges=[*self.skipped_ranges, skipped])
 
     def after_rollback(self, saved: "Progress") -> "Progress":
-        """After a step that sends the run back to a checkpoint: the text read since then is skipped.
+        """The progress after a step that sent the run back to a checkpoint. The text read since then is skipped.
 
-        Only the current stage's text: a stage before it that is trained again reads its text again.
+        That is only the current stage's text: if an earlier stage is trained again, it reads its text again.
         """
         first = saved.text_step if saved.stage == self.stage else 0
-        step, evaluated = self.step + 1, saved.evaluated_step
-        evaluated = step if evaluated == saved.step else evaluated
-        skipped_ranges = [*saved.skipped_ranges, [self.stage, first, self.text_step + 1]]
-        back = dataclasses.replace(saved, step=step, evaluated_step=evaluated, skipped_ranges=skipped_ranges)
+        step = self.step + 1
+        back = dataclasses.replace(
+            saved,
+            step=step,
+            evaluated_step=step if saved.evaluated_step == saved.step else saved.evaluated_step,
+            skipped_ranges=[*saved.skipped_ranges, [self.stage, first, self.text_step + 1]],
+        )
         return back.under_config_of(self)
 
     def under_config_of(self, other: "Progress") -> "Progress":
-        """This place in the run with what the config says now."""
-        of_config = {name: getattr(other, name) for name in ("block_tokens", "data_order", "identity")}
-        return dataclasses.replace(self, **of_config)
+        """This progress with the fields of `other` that follow from the config."""
+        return dataclasses.replace(
+            self, block_tokens=other.block_tokens, data_order=other.data_order, identity=other.identity
+        )
 
 
 def read_progress(folder: Path) -> Progress:
@@ -143,7 +146,7 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path, other
     """Raise if the model or the data differ from those of a checkpoint.
 
     Args:
-        otherwise: the fix, if the change is wanted.
+        otherwise: the fix for a user who wants the change.
 
     Raises:
         ConfigError: naming what differs.
@@ -159,7 +162,7 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path, other
 
 
 def _differing(was: Any, now: Any) -> tuple[Any, Any]:
-    """Of two tables the entries that differ; other values as they are."""
+    """The entries in which two tables differ; other values as they are."""
     if not (isinstance(was, dict) and isinstance(now, dict)):
         return was, now
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]

@@ -1,4 +1,4 @@
-"""The model of a finished checkpoint, for export, generation and evaluation."""
+"""Reads the model of a checkpoint, for export, generation and evaluation."""
 
 import warnings
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.sections import Stage
 
 PREFIX = "model."
-# In a run's folder: the tokenizer that the run trained. Its corpus may have changed or moved since.
+# The tokenizer that the run trained, in the run's folder: the corpus may have changed or moved since.
 TOKENIZER_FILE = "tokenizer.model"
 
 
@@ -32,7 +32,7 @@ class SavedModel:
     Attributes:
         path: the step-N folder.
         config: of the run, with the path of the tokenizer that the run trained and the rope of `stage`.
-        number: of the last stage that the run had begun, from 0.
+        stage_index: of the last stage that the run had begun, from 0.
         progress: where the run stood.
         tensors: name -> (size, dtype) of each parameter.
         reader: of the checkpoint's files.
@@ -40,42 +40,42 @@ class SavedModel:
 
     path: Path
     config: Config
-    number: int
+    stage_index: int
     progress: Progress
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
     reader: CheckpointReader
 
     @property
     def stage(self) -> Stage:
-        """The last that the run had begun."""
-        return self.config.curriculum.stages[self.number]
+        """The last stage that the run had begun."""
+        return self.config.curriculum.stages[self.stage_index]
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Of the model, see `training.registry.args_from`."""
+        """The model's sizes, see `training.registry.args_from`."""
         return dict(self.progress.identity["model"])
 
     @property
     def length_note(self) -> str:
-        """What a command says of more tokens than the checkpoint was trained on."""
+        """What a command says if it is to read more tokens than the checkpoint was trained on."""
         return f"note: longer than the {self.stage.seq_len} tokens that {self.path} was trained on"
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """These parameters, whole, on the host.
+        """Read whole parameters to the host.
 
         Raises:
             ConfigError: a file cannot be read; the run may have deleted the checkpoint since it was opened.
         """
         values = {name: torch.empty(self.tensors[name][0], dtype=self.tensors[name][1]) for name in names}
         with warnings.catch_warnings():
-            # One process reads on purpose; torch warns of it.
+            # torch warns that only this process reads, which is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_state(self.reader, {"model": values}, no_dist=True)
         return values
 
 
 def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
-    """Verify a checkpoint and read what it holds, without the tensors themselves.
+    """Verify a checkpoint and read all of it but the tensors.
 
     Args:
         path: a step-N folder, or a run's folder, whose newest checkpoint is taken.
@@ -94,11 +94,11 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
         path = complete[-1][1]
     run_config = path.parents[1] / RUN_CONFIG
     config = load_config(run_config)
-    if "\nbos = " not in run_config.read_text(encoding="utf-8"):  # written before the key existed
+    if "\nbos = " not in run_config.read_text(encoding="utf-8"):  # the run is from before the key existed
         config = config.with_keys(tokenizer={"bos": False})
-    own = path.parents[1] / TOKENIZER_FILE
-    if config.tokenizer.trained and own.is_file():
-        config = config.with_keys(tokenizer={"path": str(own)})
+    tokenizer = path.parents[1] / TOKENIZER_FILE
+    if config.tokenizer.trained and tokenizer.is_file():
+        config = config.with_keys(tokenizer={"path": str(tokenizer)})
     if damage := verify_checkpoint(path, collective=collective):
         raise ConfigError(f"{path} is damaged: {'; '.join(damage)}", fix="use another checkpoint of the run")
     progress, reader = read_progress(path), CheckpointReader(path)
@@ -107,18 +107,18 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
         for name, entry in reader.table.state_dict_metadata.items()
         if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
-    number = max(map(int, progress.stage_losses), default=0)
-    stages = list(config.curriculum.stages)
-    if str(number) in progress.ropes:  # the config may have another by now
-        rope = progress.ropes[str(number)]
-        own_rope = rope and build(Rope, rope, where=f"curriculum.stages[{number}].rope", file=str(path))
-        stages[number] = replace(stages[number], rope=own_rope)
+    index = max(map(int, progress.stage_losses), default=0)
+    if str(index) in progress.ropes:  # the config may have another rope by now
+        values = progress.ropes[str(index)]
+        rope = values and build(Rope, values, where=f"curriculum.stages[{index}].rope", file=str(path))
+        stages = list(config.curriculum.stages)
+        stages[index] = replace(stages[index], rope=rope)
         config = config.with_keys(curriculum={"stages": tuple(stages)})
-    return SavedModel(path, config, number, progress, tensors, reader)
+    return SavedModel(path, config, index, progress, tensors, reader)
 
 
 def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
-    """Fill the parts, sharded in any way, each rank reading its own. Collective.
+    """Fill the parts of a model, sharded in any way; each rank reads its own shards. Collective.
 
     Raises:
         ConfigError: as `SavedModel.read`.

@@ -48,13 +48,14 @@ def evaluate(saved: SavedModel, config: Config, world: World, number: int | None
     # Of other text, some that was trained on may be held out now.
     identity = {name: value for name, value in trainer.progress.identity.items() if name.startswith("data")}
     check_identity(saved.progress.identity, identity, saved.path, "run this in the folder where training was started")
-    stage = trainer.stages[saved.number if number is None else number]
+    stage = trainer.stages[saved.stage_index if number is None else number]
     load_weights(saved, trainer.model.parts)
     columns = SpinnerColumn(), TextColumn("{task.completed:.0f} batches"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=world.rank != 0) as bar:
         task = bar.add_task("evaluating", total=None)
         trainer.evaluator.set_activity = lambda _: bar.update(task, advance=1)
-        batch_layout = trainer.model.configure_stage(trainer.stages[saved.number])  # with the rope it was trained with
+        # The rope is that of the stage the model was trained in.
+        batch_layout = trainer.model.configure_stage(trainer.stages[saved.stage_index])
         result = trainer.evaluator.evaluate(stage, batch_layout, saved.progress, at_end=True)
     if result is None:
         raise ConfigError(
@@ -137,10 +138,10 @@ def _evaluate(options: argparse.Namespace) -> int:
     if world.rank == 0 and max(options.lengths or (0,)) > saved.stage.seq_len:
         print(saved.length_note, file=sys.stderr)
     stages = saved.config.curriculum.stages
-    number = saved.number if options.stage is None else options.stage - 1
+    number = saved.stage_index if options.stage is None else options.stage - 1
     if not 0 <= number < len(stages):
         raise ConfigError(f"--stage {options.stage} does not exist", fix=f"give one of 1 to {len(stages)}")
-    other = f"-stage-{number + 1}" * (number != saved.number)
+    other = f"-stage-{number + 1}" * (number != saved.stage_index)
     out = options.out or saved.path.parents[1] / "evaluation" / f"{saved.path.name}{other}"
     try:  # before the work
         out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Refuses ranks that would not run the same: before they begin, and as they enter a stage."""
+"""Refuses ranks that would not run the same thing, at the start and when they enter a stage."""
 
 import dataclasses
 import hashlib
@@ -21,7 +21,7 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
     """Compare config, code and versions over all ranks. Collective.
 
     Args:
-        sources: Python files, and folders of them, that the run consists of.
+        sources: Python files of the program, and folders of them.
 
     Raises:
         ConfigError: as `check_agreement`.
@@ -35,41 +35,41 @@ def check_agreement(where: str, facts: Mapping[str, Any]) -> None:
     """Compare what ranks are about to do, so that a difference is an error instead of a hang. Collective.
 
     Args:
-        where: the ranks stand, for the message.
-        facts: by name. Each is compared over the ranks that have one of this name.
+        where: what the ranks differ in, for the message.
+        facts: by name. Each is compared over the ranks that have a fact of this name.
 
     Raises:
         ConfigError: on every rank, naming what differs and the ranks that have each value, the fewest first.
     """
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (socket.gethostname(), {name: str(fact) for name, fact in facts.items()}))
-    hosts, lines = [host for host, _ in every], []
-    for name in dict.fromkeys(name for _, other in every for name in other):
-        ranks = defaultdict(list)
-        for rank, (_, other) in enumerate(every):
-            if name in other:
-                ranks[other[name]].append(rank)
-        first, *others = sorted(ranks.items(), key=lambda found: len(found[1]))
-        if others:
-            shown = [f"{_name_ranks(first[1], hosts)} {name} {first[0]}"]
-            lines.append(", ".join(shown + [f"{_name_ranks(found, hosts)} {value}" for value, found in others]))
-    if lines:
-        more = f"; and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (socket.gethostname(), {name: str(fact) for name, fact in facts.items()}))
+    hosts, differences = [host for host, _ in gathered], []
+    for name in dict.fromkeys(name for _, rank_facts in gathered for name in rank_facts):
+        ranks_by_value = defaultdict(list)
+        for rank, (_, rank_facts) in enumerate(gathered):
+            if name in rank_facts:
+                ranks_by_value[rank_facts[name]].append(rank)
+        if len(ranks_by_value) > 1:
+            groups = sorted(ranks_by_value.items(), key=lambda group: len(group[1]))
+            values = ", ".join(f"{_name_ranks(ranks, hosts)} {value}" for value, ranks in groups)
+            differences.append(f"{name}: {values}")
+    if differences:
         raise ConfigError(
-            f"the ranks differ in {where}: {'; '.join(lines[:MAX_SHOWN])}{more}",
+            f"the ranks differ in {where}: {'; '.join(differences)}",
             fix="start every node from the same files, arguments, checkpoints and text",
         )
 
 
 def _name_ranks(ranks: list[int], hosts: list[str]) -> str:
-    own = {hosts[rank] for rank in ranks}
+    """E.g. "ranks 8, 9 on node1 have"; the host is named if these ranks share one, and other ranks have another."""
     shown = ", ".join(map(str, ranks[:MAX_SHOWN])) + f" and {len(ranks) - MAX_SHOWN} more" * (len(ranks) > MAX_SHOWN)
-    shown += f" on {own.pop()}" if len(own) == 1 < len(set(hosts)) else ""  # all on one host of several
+    if {hosts[rank] for rank in ranks} == {hosts[ranks[0]]} != set(hosts):
+        shown += f" on {hosts[ranks[0]]}"
     return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
 
 
 def code_version(sources: Iterable[Path]) -> str:
-    """A short digest of Python files by name and content, independent of the folder they are in."""
+    """A short digest of the names and contents of Python files, wherever they are installed."""
     digest = hashlib.sha256()
     for source in sources:
         for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
@@ -78,13 +78,13 @@ def code_version(sources: Iterable[Path]) -> str:
 
 
 def flatten(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested tables, and lists of them, with dotted names, as on the command line."""
+    """The values of nested tables, and of lists of tables, by dotted names as on the command line."""
     if isinstance(value, dict):
         entries = [(f"{name}.{key}" if name else str(key), entry) for key, entry in value.items()]
     elif isinstance(value, (list, tuple)) and any(isinstance(entry, dict) for entry in value):
         entries = [(f"{name}[{index}]", entry) for index, entry in enumerate(value)]
     else:
         return {name: value}
-    # With the entries their names: a key that only one of two configs has is a difference too.
+    # Of each table also the names of its entries, as a key that only one of two configs has is a difference too.
     names = ", ".join(key.removeprefix(name).lstrip(".") for key, _ in entries) or "nothing"
     return {name: names} | {dotted: plain for key, entry in entries for dotted, plain in flatten(entry, key).items()}

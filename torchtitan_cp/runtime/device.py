@@ -27,7 +27,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The maker's name of a GPU; the threads of a CPU."""
+        """The product name of a GPU; for a CPU, its threads."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return f"cpu, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} a rank"
@@ -40,7 +40,7 @@ class Device:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
     def reset_peak_memory(self) -> None:
-        """Count the peak from now on; on a CPU without Linux it stays that of the process."""
+        """Count the peak from now on. On systems other than Linux a CPU's peak is always that of the whole process."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
@@ -51,7 +51,7 @@ class Device:
             Path("/proc/self/clear_refs").write_text("5")
 
     def release_memory(self) -> None:
-        """Give back what torch's allocator keeps, as NCCL allocates outside of it."""
+        """Give back the memory that torch's allocator caches, as NCCL allocates outside of it."""
         if self.device.type == "cuda":
             gc.unfreeze()
             gc.collect()
@@ -91,7 +91,7 @@ def find_device(local_rank: int = 0) -> Device:
 
 @dataclass(frozen=True)
 class World:
-    """This rank, among all ranks of the job, of which `ranks_per_node` consecutive ones share a machine."""
+    """This rank among the ranks of the job; `ranks_per_node` consecutive ranks share a machine."""
 
     rank: int
     size: int
@@ -143,15 +143,15 @@ def use_deterministic_kernels() -> None:
 
 
 def seed_step(seed: int, stage: int, step: int, coordinate: tuple[int, ...]) -> None:
-    """Seed the random numbers of an optimizer step from its place alone, whatever ran before it.
+    """Seed the random numbers of an optimizer step from its place in the run only, whatever ran before it.
 
     Args:
         seed: training.seed.
         stage: its index in the curriculum; step: of the stage, both from 0.
-        coordinate: coordinates of this rank along the axes whose ranks must draw different numbers.
+        coordinate: coordinates of this rank along the mesh axes whose ranks must draw different numbers.
     """
     digest = hashlib.sha256(repr((seed, stage, step, coordinate)).encode()).digest()
-    # Before CUDA is in use, torch.manual_seed takes milliseconds to write down who called it.
+    # Before CUDA is initialized, torch.manual_seed takes milliseconds to record its caller.
     generators = torch if torch.cuda.is_initialized() else torch.default_generator
     generators.manual_seed(int.from_bytes(digest[:7], "big"))
 
@@ -163,10 +163,10 @@ def stop_ranks() -> None:
 
 
 def freeze_long_lived_objects() -> None:
-    """Freeze live objects for the garbage collector, after collecting what an earlier call froze.
+    """Exclude live objects from garbage collection, after collecting the garbage among those excluded before.
 
-    Each rank collects when Python likes, and all others wait: for 0.1 to 0.2 s where torch and a model are looked
-    through, and for a few milliseconds after this.
+    Ranks collect at different times, and the others wait: 0.1 to 0.2 s while torch and a model are traversed, and a few
+    milliseconds after this call.
     """
     gc.unfreeze()
     gc.collect()

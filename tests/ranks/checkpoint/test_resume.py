@@ -364,8 +364,8 @@ def test_nodes_that_read_other_tokens_are_refused(ranks: Callable[[int], RankPoo
         paths.append(write_run(tmp_path / name))
     (tmp_path / "other" / "corpus" / "ast.py").unlink()
     differ = (
-        "(?s)the ranks differ in the tokens of data.path and data.cache_folder: rank 0 on node 0 "
-        "has fingerprint [0-9a-f]+, rank 1 on node 1 has [0-9a-f]+.*start every node from the same files"
+        "(?s)the ranks differ in the tokens of data.path and data.cache_folder: fingerprint: "
+        "rank 0 on node 0 has [0-9a-f]+, rank 1 on node 1 has [0-9a-f]+.*start every node from the same files"
     )
     with pytest.raises(RankFailure, match=differ):
         ranks(2)(train_as_a_node_of_its_own, paths)
