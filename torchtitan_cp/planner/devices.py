@@ -1,4 +1,4 @@
-"""Devices by their data sheets, and how much of them kernels are assumed to reach."""
+"""Devices by their data sheets, and the fraction of their peak that kernels are assumed to reach."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ GB, GIB = 1e9, 2**30
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One rank's device, by its data sheet, and how much of it kernels reach.
+    """One rank's device, by its data sheet, and the fraction of its peak that kernels reach.
 
     Attributes:
         peak_flops: dense, without sparsity, FLOP/s of bfloat16 and float32.
@@ -22,11 +22,11 @@ class Accelerator:
         network_bandwidth: bytes/s a rank sends to other nodes: its share of the node's network cards.
         ranks_per_node: usual size of a node.
         latency_seconds: of one message.
-        linear, attention_forward, attention_backward: ASSUMED share of the peak that large matrix products and the
-            attention kernel reach: flash, and every one but cudnn. On an H100 attention's are measured.
+        linear, attention_forward, attention_backward: ASSUMED fractions of the peak that large matrix products and the
+            attention kernels, except cudnn, reach. On an H100 those of attention are measured.
         source: of the numbers that are not assumed.
-        fused_norm: RMSNorm is one kernel that keeps its input alone; elsewhere it also keeps two fp32 copies.
-        capability: see kernels.Case; cudnn: its shares of the peak (forward, backward), None: as of the others.
+        fused_norm: whether RMSNorm is one kernel that keeps only its input; otherwise it also keeps two fp32 copies.
+        capability: see kernels.Case; cudnn: fractions of the peak (forward, backward); None: as the other kernels.
     """
 
     peak_flops: dict[torch.dtype, float] = field(hash=False)
@@ -45,14 +45,14 @@ class Accelerator:
     cudnn: tuple[float, float] | None = None
 
     def attention(self, kernel: str) -> tuple[float, float]:
-        """Share of the peak that an attention kernel reaches, forward and backward."""
+        """Fractions of the peak that an attention kernel reaches, forward and backward."""
         return self.cudnn if kernel == "cudnn" and self.cudnn else (self.attention_forward, self.attention_backward)
 
 
-# Links: NVLink's stated total is of both directions, so half of it. Networks: one 200 Gb/s (A100) or 400 Gb/s card a
-# GPU, as in DGX A100, H100, H200, B200. Attention: FlashAttention-2, which reaches less of Hopper's and Blackwell's
-# peak than of Ampere's (Shah et al., FlashAttention-3, 2024, figure 5). That of an H100 was measured (docs/cuda.md,
-# tiles of a ring, head dim 128), and an H200 has the same processor.
+# Links: half of NVLink's stated total, which counts both directions. Networks: a card of 200 Gb/s (A100) or 400 Gb/s
+# for each GPU, as in DGX A100, H100, H200, B200. Attention: FlashAttention-2, which reaches a smaller fraction of the
+# peak on Hopper and Blackwell than on Ampere (Shah et al., FlashAttention-3, 2024, figure 5). It was measured on an
+# H100 (docs/cuda.md, tiles of a ring, head dim 128), and an H200 has the same processor.
 ACCELERATORS = {
     "h100-80g": Accelerator(
         PEAK_FLOPS["H100"], 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.34, 0.32,
@@ -78,17 +78,17 @@ ACCELERATORS = {
     ),
 }  # fmt: skip
 
-# Shares that hold for every device, all ASSUMED.
-USABLE_MEMORY = 0.92  # the rest: context, NCCL's buffers, what the allocator cannot join
-BANDWIDTH = 0.80  # of links and networks, for messages of megabytes
-MEMORY_BANDWIDTH = 0.75  # of elementwise kernels
+# Assumed for every device.
+USABLE_MEMORY = 0.92  # the rest: context, NCCL's buffers, fragmentation
+BANDWIDTH = 0.80  # fraction of the rate of links and networks that messages of megabytes reach
+MEMORY_BANDWIDTH = 0.75  # fraction that elementwise kernels reach
 HOST_BANDWIDTH = 25e9  # bytes/s between a device and pinned host memory, each way (PCIe 4 x16)
-ASYNC_TP_EXPOSED = 0.3  # of tensor-parallel messages where the compiler pipelines them
+ASYNC_TP_EXPOSED = 0.3  # fraction of tensor-parallel messages that stays exposed if the compiler pipelines them
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of one accelerator, with the node's size and bandwidths in it."""
+    """Equal nodes; the accelerator has the node's size and bandwidths too."""
 
     name: str
     accelerator: Accelerator
@@ -100,7 +100,7 @@ class Cluster:
 
     @property
     def usable_bytes(self) -> float:
-        """Memory of a rank that a step may fill."""
+        """Memory of a rank that a step may use."""
         return self.accelerator.memory_bytes * USABLE_MEMORY
 
     def rate(self, dtype: str, share: float) -> float:
@@ -112,10 +112,10 @@ class Cluster:
         return moved_bytes / (self.accelerator.memory_bandwidth * MEMORY_BANDWIDTH)
 
     def message_seconds(self, sent_bytes: float, ranks: int, stride: int) -> float:
-        """Time in which each rank of a group sends this to another one.
+        """Time in which each rank of a group sends `sent_bytes` to another one.
 
         Args:
-            ranks: of the group; stride: distance of neighbours in the numbering of all ranks.
+            ranks: size of the group; stride: difference between the numbers of neighbouring ranks.
         """
         inside = ranks * stride <= self.accelerator.ranks_per_node
         return self._seconds(sent_bytes, 0.0) if inside else self._seconds(0.0, sent_bytes)
@@ -123,13 +123,13 @@ class Cluster:
     def collective_seconds(self, whole_bytes: float, ranks: int, stride: int) -> float:
         """Time to gather `whole_bytes` on every rank of a group, or to reduce-scatter as many.
 
-        A node fetches what it lacks once, over the network cards of all its members.
+        A node receives each byte from other nodes once, over the network cards of all its members.
         """
         members = self._members(ranks, stride)
         return self._seconds(whole_bytes * (members - 1) / members, whole_bytes * (ranks - members) / ranks / members)
 
     def all_to_all_seconds(self, sent_bytes: float, ranks: int, stride: int) -> float:
-        """Time of an all-to-all in which each rank sends `sent_bytes` (alone: 0), in equal parts to the others."""
+        """Time of an all-to-all in which each rank sends `sent_bytes` in equal parts to the others; 0 for one rank."""
         outside = sent_bytes * (ranks - self._members(ranks, stride)) / max(1, ranks - 1)
         return self._seconds(sent_bytes - outside, outside)
 
@@ -138,7 +138,7 @@ class Cluster:
         return max(1, min(ranks, self.accelerator.ranks_per_node // stride))
 
     def _seconds(self, inside_bytes: float, outside_bytes: float) -> float:
-        """Time of what a rank sends inside its node, over links, and at once to others: the slower of both counts."""
+        """Time to send bytes over links inside the node and, at the same time, to other nodes: the slower counts."""
         if not inside_bytes + outside_bytes:
             return 0.0
         device = self.accelerator
@@ -150,8 +150,8 @@ def make_cluster(name: str, nodes: int = 1, measured: Accelerator | None = None,
     """A cluster of a device of the table.
 
     Args:
-        measured: a device that is not in the table.
-        given: numbers to take instead of the device's own, by the names of `Accelerator`; 0 takes its own.
+        measured: a device to use instead of one of the table.
+        given: replaces fields of `Accelerator`; a value of 0 keeps the device's own.
     """
-    own = {key: value for key, value in given.items() if value}
-    return Cluster(name, replace(measured or ACCELERATORS[name], **own), nodes)
+    changes = {key: value for key, value in given.items() if value}
+    return Cluster(name, replace(measured or ACCELERATORS[name], **changes), nodes)

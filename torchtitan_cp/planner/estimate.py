@@ -17,34 +17,34 @@ from torchtitan_cp.planner.strategy_costs import BACKWARD_FLOPS, FORWARD_FLOPS, 
 from torchtitan_cp.training.resolve import resolve_run
 
 SECONDS_A_DAY = 86400
-# ASSUMED passes of elementwise kernels over a layer's tensors, forward, reads and writes: norms, residual sums and
-# their copies over the width; rotation (in fp32) and layout of heads; SwiGLU's two products. Compiled blocks fuse half.
+# ASSUMED number of reads and writes of a layer's tensors by elementwise kernels in a forward: norms, residual sums and
+# their copies over the width E; rotation (in fp32) and layout of heads; SwiGLU's two products. Compiled blocks do half.
 WIDTH_PASSES, HEAD_PASSES, FFN_PASSES, FUSED = 14, 8, 6, 0.5
-COPY_PASSES = 7  # of the rows that are dealt to experts, joined, weighted and summed
-# ASSUMED share of the rate of matrix products at which a recurrence runs; not measured on a GPU.
+COPY_PASSES = 7  # over rows that are dispatched to experts, joined, weighted and summed
+# ASSUMED speed of a recurrence as a fraction of that of matrix products; not measured on a GPU.
 RECURRENCE_RATE = 0.2
-LOGIT_PASSES = 15  # of fp32 logits, measured on an H200
-OPTIMIZER_PASSES = 7  # of fp32 numbers a parameter: weight, two moments read and written, gradient read
+LOGIT_PASSES = 15  # over fp32 logits, measured on an H200
+OPTIMIZER_PASSES = 7  # over fp32 numbers: weight and two moments are read and written, the gradient is read
 
 
 class Volume(NamedTuple):
-    """What a rank sends for attention under one strategy: in a layer and sequence, and in a step."""
+    """Bytes that a rank sends for attention under one strategy: for a layer and sequence, and in a step."""
 
     layer_bytes: float
     step_bytes: float
 
 
 class Estimate(PlannedStage):
-    """A stage, and what is worked out of it once it is asked for."""
+    """A stage, and estimates of it that are computed when they are first read."""
 
     @cached_property
     def linear_flops(self) -> float:
-        """Of a step over all ranks, forward and backward, recomputation not counted."""
+        """FLOPs of a step over all ranks, forward and backward, without recomputation."""
         return model_flops(self.args, self.stage.seq_len)[0] * self.stage.global_batch_tokens
 
     @cached_property
     def attention_flops(self) -> float:
-        """As `linear_flops`."""
+        """FLOPs of attention, counted as `linear_flops`."""
         pairs = model_flops(self.args, self.stage.seq_len)[1]
         return pairs * self.stage.global_batch_tokens / self.stage.seq_len
 
@@ -60,7 +60,7 @@ class Estimate(PlannedStage):
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """What a step's time goes to on the slowest pipeline rank -> how long."""
+        """Seconds of a step on the slowest pipeline rank, by what they are spent on."""
         return max((_rank_seconds(self, own) for own in self.ranks), key=lambda seconds: sum(seconds.values()))
 
     @property
@@ -74,7 +74,7 @@ class Estimate(PlannedStage):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Tokens per second of the whole job."""
         return self.stage.global_batch_tokens / self.step_seconds
 
     @property
@@ -85,21 +85,21 @@ class Estimate(PlannedStage):
 
     @property
     def days(self) -> float:
-        """Of the stage."""
+        """Duration of the stage."""
         return self.stage.steps * self.step_seconds / SECONDS_A_DAY
 
     @property
     def limit(self) -> str:
-        """What most of the time goes to, or memory where the stage does not fit."""
+        """What most of the time is spent on, or memory if the stage does not fit."""
         return max(self.seconds, key=lambda name: self.seconds[name]) if self.fits else "memory"
 
     @cached_property
     def volumes(self) -> dict[str, Volume]:
-        """What the rank that sends most sends for attention, by strategy; hybrid only where it is possible."""
+        """Bytes that the busiest sender sends for attention, by strategy; hybrid only if it is possible."""
         stage, inner = self.stage, self.config.context_parallel.all_to_all_ranks
         windows = [window for own in self.ranks for window in own.windows]
         forwards = 2 if self.config.activation.checkpoint == "full" else 1
-        found = {}
+        volumes = {}
         for strategy in STRATEGY_COSTS:
             if strategy == "hybrid" and (inner in (1, stage.cp) or stage.cp % inner):
                 continue
@@ -107,11 +107,11 @@ class Estimate(PlannedStage):
             mean = sum(costs[window].forward_bytes + costs[window].backward_bytes for window in windows) / len(windows)
             sent = {window: forwards * cost.forward_bytes + cost.backward_bytes for window, cost in costs.items()}
             step = max(sum(sent[window] for window in own.windows) for own in self.ranks)
-            found[strategy] = Volume(mean, step * (stage.micro_batches * stage.micro_batch_sequences))
-        return found
+            volumes[strategy] = Volume(mean, step * (stage.micro_batches * stage.micro_batch_sequences))
+        return volumes
 
 
-# What a run on the CPU leaves out: everything is in host memory there.
+# Inactive on a CPU, where everything is in host memory.
 OFFLOADS = {
     "parallel": {"fsdp_cpu_offload": False},
     "optimizer": {"offload_state": False},
@@ -123,10 +123,10 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
     """An estimate of each stage of a config on all ranks of a cluster, without preparing its corpus.
 
     Args:
-        model_args: what `sized_model_args` returned, if it is known.
+        model_args: result of `sized_model_args`, if the caller has it.
 
     Raises:
-        UserError, ContextParallelError: what a run on so many ranks would refuse.
+        UserError, ContextParallelError: a run on so many ranks would refuse the config.
     """
     run = resolve_run(config, cluster.ranks, model_args or sized_model_args(config))
     inactive: dict[str, Any] = {} if cluster.accelerator.capability else OFFLOADS
@@ -137,9 +137,9 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
 
 
 def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
-    """FLOPs of training, recomputation not counted: (of the linear layers a token, of attention a sequence).
+    """FLOPs of training without recomputation: (per token in linear layers, per sequence in attention).
 
-    As `metrics.throughput.flops_per_token`, with each allowed pair counted.
+    Counted as in `metrics.throughput.flops_per_token`, but with the exact number of allowed pairs.
     """
     bands = {window: AttentionMask().windowed(window).band for window in args.layer_windows}
     keys = {window: count_pairs(seq_len, seq_len, band) / seq_len for window, band in bands.items()}
@@ -149,14 +149,15 @@ def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
 
 
 def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
-    """Seconds of a step of one pipeline rank, by what they go to."""
+    """Seconds of a step of one pipeline rank, by what they are spent on."""
     config, stage, degrees = planned.config, planned.stage, planned.degrees
     layers = [
         (count, _layer_seconds(planned, planned.attention(planned.layer_strategy(window), window), window))
         for window, count in Counter(own.windows).items()
     ]
     if states := own.layers - len(own.windows):
-        layer = _layer_seconds(planned, state_layer(planned), 0)
+        # Messages of states are not counted; they were below half a percent of a step in every recipe.
+        layer = _layer_seconds(planned, LayerCost(0, 0.0, 0.0, 0.0, 0.0), 0)
         layer["attention"] += _recurrence_seconds(planned)
         layers.append((states, layer))
     total = _outer_seconds(planned, own)
@@ -170,17 +171,6 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     on_host = config.parallel.fsdp_cpu_offload or config.optimizer.offload_state
     total["optimizer"] = moved / HOST_BANDWIDTH if on_host else planned.cluster.memory_seconds(moved)
     return total
-
-
-def state_layer(planned: PlannedStage) -> LayerCost:
-    """Messages of a layer with a recurrent state, for one sequence. Source: docs/linear_attention.md.
-
-    A rank sends two summaries of each of its two segments at once and gets the states that enter them; in backward one.
-    """
-    ranks, tp = planned.stage.cp, planned.degrees.tp
-    state = max(planned.args.state_sizes) * FP32_BYTES * 2 * (ranks - 1) / ranks
-    one, two = (planned.cluster.all_to_all_seconds(summaries * state, ranks, tp) for summaries in (1, 2))
-    return LayerCost(0, 3 * state, 2 * state, two + one, 2 * one)
 
 
 def _recurrence_seconds(planned: PlannedStage) -> float:
@@ -198,7 +188,7 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     product_rate = cluster.rate(config.training.compute_dtype, cluster.accelerator.linear)
     forward = 2 * planned.counts.active_matrices * tokens / product_rate
     mlp = 2 * 3 * args.dim * args.active_ffn_dim / tp * tokens / product_rate
-    # Tiles run again for themselves, and before that with a block that is.
+    # Each tile is recomputed by itself, and before that with its block if the block is recomputed.
     in_tiles = 0.0 if tiles == 1 else mlp
     again = {"none": 0.0, "selective": in_tiles}.get(mode, forward)
     linear_backward = 2 * forward + again + in_tiles
@@ -235,19 +225,15 @@ def _elementwise_bytes(planned: PlannedStage) -> float:
     heads = (args.n_heads + args.n_kv_heads) * args.head_dim
     values = WIDTH_PASSES * args.dim + HEAD_PASSES * heads + FFN_PASSES * args.active_ffn_dim
     values += COPY_PASSES * args.experts_per_token * args.dim
-    return planned.tokens * values / planned.degrees.tp * planned.element_bytes * _fused(planned)
-
-
-def _fused(planned: PlannedStage) -> float:
-    """What compiled elementwise kernels move of what others do."""
-    return FUSED if planned.config.compile.enable else 1.0
+    fused = FUSED if planned.config.compile.enable else 1.0
+    return planned.tokens * values / planned.degrees.tp * planned.element_bytes * fused
 
 
 def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
-    """What of a layer's gathers and reductions does not hide behind a layer's work; in a pipeline once a step."""
+    """Seconds of a layer's gathers and reductions that its work does not hide; in a pipeline they come once a step."""
     gather, reduce, reduce_last = _fsdp_seconds(planned, planned.gathered_block)
     if planned.degrees.pp > 1:
-        # Freed by each forward, its weights are gathered again for the next one.
+        # If each forward frees the weights, the next one gathers them again.
         gathers = 1.0 if planned.config.parallel.fsdp_reshard == "always" else 1 / planned.stage.micro_batches
         return max(0.0, gather - forward) * gathers + max(0.0, reduce_last - backward) / planned.stage.micro_batches
     twice = gather if planned.config.parallel.fsdp_reshard != "never" else 0.0
@@ -256,9 +242,9 @@ def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> flo
 
 
 def _fsdp_seconds(planned: PlannedStage, parameters: float) -> tuple[float, float, float]:
-    """Time to gather so many parameters, to reduce their gradients, and to reduce those of a step's last micro-batch.
+    """Time to gather parameters, to reduce their gradients, and to reduce those of a step's last micro-batch.
 
-    The last ones, or all where `replicas_sum_once` is false, are summed over replicas too.
+    The gradients of the last micro-batch, or of all if `replicas_sum_once` is false, are also summed over replicas.
     """
     degrees, collective_seconds = planned.degrees, planned.cluster.collective_seconds
     gather = collective_seconds(parameters * planned.element_bytes, degrees.fsdp, degrees.tp)
@@ -269,7 +255,7 @@ def _fsdp_seconds(planned: PlannedStage, parameters: float) -> tuple[float, floa
 
 
 def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
-    """What of the copies to host memory and back does not hide behind a layer's work."""
+    """Seconds of copies to host memory and back that a layer's work does not hide."""
     if not planned.config.activation.offload:
         return 0.0
     copied = sum(kept_bytes(planned, block_bytes(planned))) / HOST_BANDWIDTH
@@ -277,11 +263,11 @@ def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> 
 
 
 def _outer_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
-    """Output layer and loss, the outer parameters, and hidden states between pipeline ranks; of a step."""
+    """Seconds of a step for the output layer and loss, the outer parameters, and messages between pipeline ranks."""
     args, degrees, cluster = planned.args, planned.degrees, planned.cluster
     tokens, times = planned.tokens, planned.stage.micro_batches
     matrix = -(-args.vocab_size // degrees.tp) * args.dim if own.is_last else 0
-    fused = _fused(planned) if degrees.tp == 1 else 1.0
+    fused = FUSED if planned.config.compile.enable and degrees.tp == 1 else 1.0
     logits = tokens * matrix / args.dim * FP32_BYTES * LOGIT_PASSES * fused
     rate = cluster.rate(planned.config.training.compute_dtype, cluster.accelerator.linear)
     hidden = tokens * args.dim * planned.element_bytes

@@ -1,6 +1,6 @@
 """A job of any size in one process: a process group that sends nothing, and tensors without data.
 
-It uses internals of torch that torch's own tests and tools use too.
+It uses internals of torch, as torch's own tests and tools do.
 """
 
 import weakref
@@ -28,7 +28,7 @@ from torchtitan_cp.attention.linear.operator import delta_rule, delta_rule_backw
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.operator import attention, attention_backward
 
-# Code of the attention operators, which a fake tensor would otherwise skip.
+# The implementations of the attention operators, which fake tensors would not run.
 OPERATORS: dict[Any, Callable[..., Any]] = {
     operator._opoverload: operator._init_fn
     for operator in (attention, attention_backward, delta_rule, delta_rule_backward, convolve, convolve_backward)
@@ -41,7 +41,7 @@ def fake_job(ranks: int, rank: int) -> Iterator[None]:
     """Be `rank` of a job of `ranks`, whose collectives return at once and move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        # A GPU's backward would run in a thread of its own, where DTensor has a cache of its own.
+        # The backward of a GPU would run in another thread, for which DTensor has another cache.
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
@@ -51,9 +51,9 @@ def fake_job(ranks: int, rank: int) -> Iterator[None]:
 
 
 class FakeMode(FakeTensorMode):
-    """New tensors have a shape and no data. Operations on real tensors alone run as usual: meshes, labels, handles."""
+    """New tensors have a shape and no data. Operations on real tensors only, such as meshes, run as usual."""
 
-    avoid_device_init = True  # numbers are copied to a GPU by an operation, which is seen
+    avoid_device_init = True  # an operation copies numbers to a GPU, and the tracker sees it
     real_on_cpu = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,7 +65,7 @@ class FakeMode(FakeTensorMode):
         if real and (self.real_on_cpu or any(isinstance(x, Tensor) for x in tree_flatten((args, kwargs))[0])):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            # Values that the host reads: flags are off; counts are one, as optimizers divide by their step.
+            # Values that the host reads: flags are False; counts are 1, because optimizers divide by their step.
             return False if args[0].dtype == torch.bool else 1
         if func is torch.ops.aten.index_add.default and args[0].dtype == torch.int64:
             return _even_counts(args[2].numel(), args[0].numel())
@@ -77,22 +77,22 @@ class FakeMode(FakeTensorMode):
 
 
 def real_tensors() -> Any:
-    """A context in which new tensors on the CPU have data, as the host reads meshes and plans; on a GPU none still."""
+    """A context in which new tensors on the CPU have data, because the host reads meshes and plans."""
     return patch.object(FakeMode, "real_on_cpu", True)
 
 
 def _even_counts(count: int, size: int) -> Tensor:
-    """Counts of evenly spread numbers, e.g. tokens of experts; a real tensor, as the host reads it."""
-    share, over = divmod(count, size)
-    return torch.tensor([share + (number < over) for number in range(size)])
+    """How many of `count` evenly spread items, e.g. tokens, go to each expert; a real tensor, as the host reads it."""
+    share, remainder = divmod(count, size)
+    return torch.tensor([share + (number < remainder) for number in range(size)])
 
 
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """What `_grouped_mm` returns; its fake form takes bf16 alone, where the CPU's takes other dtypes too."""
-    groups = a.shape[:-2] if a.ndim == b.ndim else ()  # else offs cuts the rows or the columns of what is returned
-    if offs is not None and a.ndim == b.ndim == 2:  # offs cuts what is summed
+    """The result of `_grouped_mm`, whose fake form takes only bf16, while the CPU takes other dtypes too."""
+    groups = a.shape[:-2] if a.ndim == b.ndim else ()  # else offs splits the rows or the columns of the result
+    if offs is not None and a.ndim == b.ndim == 2:  # offs splits the dim that is summed
         groups = offs.shape
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
@@ -101,7 +101,7 @@ class Message(NamedTuple):
     """A collective of one kind, size and group that this rank takes part in.
 
     Attributes:
-        operation: torch's name.
+        operation: name in torch.
         group: its size, and its first, second and last rank, e.g. "4 ranks: 0, 2 ... 6".
         size_bytes: of its largest tensor argument.
     """
@@ -112,7 +112,7 @@ class Message(NamedTuple):
 
 
 class _FlexResults(torch.autograd.Function):
-    """What flex_attention's compiled kernel returns; its operator has a fake form inside the compiler alone."""
+    """Stands for flex_attention's compiled kernel, whose operator has a fake form only inside the compiler."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +127,7 @@ class _FlexResults(torch.autograd.Function):
 
 @contextmanager
 def fake_flex() -> Iterator[None]:
-    """flex_attention checks what it is given, and returns tensors without data where its compiled kernel would run."""
+    """A context in which flex_attention checks its arguments and returns tensors without data."""
     with (
         patch.object(flex_attention, "flex_attention_hop", _FlexResults.apply),
         patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
@@ -146,9 +146,9 @@ class StepTracker(TorchDispatchMode):
 
     Attributes:
         held: kind and bytes of each live storage.
-        now, peak: bytes; by_kind, at_peak: the same by kind, at_peak without what is 0.
-        local_peak: most bytes since a caller set it.
-        operator_costs: bytes beside its results, and messages, of each call of the attention operator.
+        now, peak: current and most bytes; by_kind, at_peak: the same by kind, at_peak without zeros.
+        local_peak: most bytes since it was last set.
+        operator_costs: bytes of each call of the attention operator, without its results, and its messages.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -168,11 +168,11 @@ class StepTracker(TorchDispatchMode):
         self.messages.clear()
 
     def set_kind(self, x: Any, kind: str) -> None:
-        """Count a tensor as of another kind."""
+        """Count a tensor under another kind."""
         self.update_storage(local_tensor(x).untyped_storage(), kind)
 
     def update_storage(self, storage: torch.UntypedStorage, kind: str = "") -> None:
-        """Count a tracked storage with its present size, and as another kind."""
+        """Count a tracked storage with its current size, and under another kind if one is given."""
         if held := self.held.get(storage._cdata):
             self._forget(storage._cdata)
             self._hold(storage, kind or held[0])
@@ -203,22 +203,22 @@ class StepTracker(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # DTensor calls this again with local tensors.
         if func is torch.ops.prim.device.default:
-            x = args[0]  # inside a kernel that works out a shape it is "meta"
+            x = args[0]  # its device is "meta" inside a kernel that computes a shape
             outside_kernel = isinstance(x, FakeTensor) and not x.fake_mode.in_kernel_invocation
             return x.fake_device if outside_kernel else func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_message(func, args)
         if func is torch.ops.c10d._reduce_scatter_base_.default and not self.in_operator:
-            self.set_kind(args[0], "gradients")  # those that replicas have yet to sum, too
+            self.set_kind(args[0], "gradients")  # also those that replicas have yet to sum
         result = self._run_operator(func, args, kwargs) if func in OPERATORS else func(*args, **kwargs)
         for x in (result,) if isinstance(result, Tensor) else tree_flatten(result)[0]:
-            # A model keeps a copy of itself on the meta device, which has no memory; offloaded tensors are on the host.
+            # A model has a copy on the meta device, which has no memory; offloaded tensors are on the host.
             if isinstance(x, FakeTensor) and x.fake_device.type == self.device:
                 self._track(x.untyped_storage())
         return result
 
     def _run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the operator's own code the first time; after that, count what it took."""
+        """Run the operator's own code the first time; later, count the memory and messages that it needed then."""
         key = (func, *map(_as_key, tree_flatten((args, kwargs))[0]))
         if key in self.operator_costs:
             extra_bytes, messages = self.operator_costs[key]
@@ -226,12 +226,12 @@ class StepTracker(TorchDispatchMode):
             self._add(WORKING, -extra_bytes)
             self.messages += messages
             return func(*args, **kwargs)
-        before, begun = Counter(self.messages), self.now
-        self.local_peak, self.in_operator = begun, True
+        messages_before, bytes_before = Counter(self.messages), self.now
+        self.local_peak, self.in_operator = bytes_before, True
         with self:
             result = OPERATORS[func](*args, **kwargs)
         self.in_operator = False
-        self.operator_costs[key] = self.local_peak - begun, self.messages - before
+        self.operator_costs[key] = self.local_peak - bytes_before, self.messages - messages_before
         return result
 
     def _count_message(self, func: Any, args: Any) -> None:
@@ -240,9 +240,9 @@ class StepTracker(TorchDispatchMode):
         if tensors and group is not None:
             operation = func._schema.name.partition("::")[2].strip("_")
             ranks = dist.get_process_group_ranks(group)
-            named = f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks))
+            numbers = f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks))
             size = max(x.nbytes for x in tensors)
-            self.messages[Message(operation, f"{len(ranks)} ranks: {named}", size)] += 1
+            self.messages[Message(operation, f"{len(ranks)} ranks: {numbers}", size)] += 1
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
@@ -267,14 +267,14 @@ class StepTracker(TorchDispatchMode):
 
 
 def _as_key(leaf: Any) -> Any:
-    """The part of an argument that the operator's memory and messages depend on."""
+    """The properties of an argument that the operator's memory and messages depend on."""
     if isinstance(leaf, FakeTensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return tuple(leaf.flatten().tolist()) if isinstance(leaf, Tensor) else leaf
 
 
 def _group_in(args: Any) -> dist.ProcessGroup | None:
-    """The process group among an operation's arguments: an object, or a name in functional ones."""
+    """The process group among an operation's arguments: an object, or in functional operations a name."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             with suppress(RuntimeError, TypeError):

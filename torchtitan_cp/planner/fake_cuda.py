@@ -1,7 +1,7 @@
 """A GPU that computes nothing, for fake tensors on `cuda` on a machine without one.
 
-Autograd asks C++ for streams and devices, whatever kernels a tensor has. A library of a page, compiled once, answers
-in a GPU's place; torch must find it when it is loaded. What Python asks torch.cuda is answered here.
+Autograd asks C++ for streams and devices, even for tensors without data. A small library, compiled once, answers in
+place of a GPU; it must be loaded before torch. This module answers the questions that Python asks torch.cuda.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 
 
 def library_path(torch_folder: Path) -> Path:
-    """In the user's cache. The library loads that torch's own, so another environment has another."""
+    """Path in the user's cache. The library is linked to one installation of torch, so each has its own."""
     built_from = SOURCE.read_bytes() + f"{torch.__version__} {torch_folder}".encode()
     return Path("~/.cache/torchtitan-cp").expanduser() / f"fake_cuda-{hashlib.sha256(built_from).hexdigest()[:16]}.so"
 
 
 def build_library() -> Path:
-    """The compiled library for this installation of torch, from the user's cache or compiled now, in about ten seconds.
+    """Path of the library for this installation of torch; if it is not in the cache, it is compiled in ten seconds.
 
     Raises:
         ConfigError: there is no C++ compiler, or it fails.
@@ -47,13 +47,7 @@ def build_library() -> Path:
         )
     flags = ["-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     paths = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{library.parent} cannot be made: {error.strerror}",
-            fix="set HOME to a folder you may write to, or leave --device out",
-        ) from None
+    library.parent.mkdir(parents=True, exist_ok=True)
     unfinished = library.with_suffix(f".{os.getpid()}")
     command = [compiler, *flags, str(SOURCE), *paths, "-o", str(unfinished)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -64,7 +58,7 @@ def build_library() -> Path:
 
 
 class _Stream(contextlib.nullcontext[Any]):
-    """Of work that nobody does; also an event in it."""
+    """A stream without work, and an event on it."""
 
     device, stream_id, device_index, device_type = torch.device("cuda", 0), 0, 0, 1
 
@@ -76,7 +70,7 @@ class _Stream(contextlib.nullcontext[Any]):
 
 
 class _Generator(torch.Generator):
-    """On the CPU, whatever device is asked for: nothing is drawn."""
+    """A generator on the CPU, whatever device is asked for, because nothing is drawn from it."""
 
     def __new__(cls, device: Any = None) -> "_Generator":
         return super().__new__(cls)
@@ -87,7 +81,7 @@ def _answer(value: Any) -> Any:
 
 
 def use_fake_cuda(device: str) -> None:
-    """Make this process believe in one GPU; starts the program again, once, so that torch finds the library.
+    """Make this process believe in one GPU. The program is restarted once, so that the library is loaded before torch.
 
     Args:
         device: a name of planner/devices.py, e.g. "h100-80g".

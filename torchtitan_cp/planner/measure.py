@@ -19,16 +19,16 @@ from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH, Accele
 from torchtitan_cp.planner.strategy_costs import BACKWARD_FLOPS, FORWARD_FLOPS
 from torchtitan_cp.runtime.device import Device, find_device
 
-TOKENS = {"cpu": 4096, "cuda": 16384}  # at most, of the tensors that kernels are given here; fewer leave a GPU idle
-SECONDS = 0.3  # that each kernel runs, once at least
+TOKENS = {"cpu": 4096, "cuda": 16384}  # most tokens of the tensors here; fewer leave a GPU idle
+SECONDS = 0.3  # how long each kernel is run
 
 
 def measure_accelerator(config: Config, args: Any, ranks_per_node: int) -> Accelerator:
-    """Measured rates of one rank of this machine; links and networks are the table's for this device.
+    """Measured rates of one rank of this machine; links and networks are those of the table for this device.
 
     Args:
-        args: with `vocab_size` set.
-        ranks_per_node: on a CPU they share the host's memory.
+        args: ModelArgs with `vocab_size` set.
+        ranks_per_node: on a CPU, these ranks share the host's memory.
 
     Raises:
         ConfigError: the GPU is not in the table.
@@ -36,7 +36,7 @@ def measure_accelerator(config: Config, args: Any, ranks_per_node: int) -> Accel
     device = find_device()
     if ranks_per_node > 1:
         torch.set_num_threads(1)  # as torchrun starts them
-    base, dtype = _known(device), getattr(torch, config.training.compute_dtype)
+    base, dtype = _table_entry(device), getattr(torch, config.training.compute_dtype)
     tokens = min(TOKENS[device.device.type], max(stage.seq_len for stage in config.curriculum.stages))
     peak = find_peak(device.device, device.name, dtype, config.metrics.peak_tflops).flops_per_second
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
@@ -52,18 +52,18 @@ def measure_accelerator(config: Config, args: Any, ranks_per_node: int) -> Accel
         linear=_product_rate(new, args, tokens) / peak,
         attention_forward=forward / peak,
         attention_backward=backward / peak,
-        cudnn=None,  # the rates are of what `auto` chose
+        cudnn=None,  # the rates are those of the kernel that `auto` chose
         source=f"{device.name}, measured now on this config's shapes; its messages: {base.source}",
     )
 
 
 def ranks_here() -> int:
-    """Ranks that a run takes on this machine by default: one a GPU, or two on a CPU."""
+    """Default number of ranks on this machine: one for each GPU, or two on a CPU."""
     return torch.cuda.device_count() or ACCELERATORS["cpu"].ranks_per_node
 
 
-def _known(device: Device) -> Accelerator:
-    """The table's entry for this device."""
+def _table_entry(device: Device) -> Accelerator:
+    """This device in the planner's table."""
     for name, accelerator in ACCELERATORS.items():
         if name.partition("-")[0] in device.name.lower():
             return accelerator
@@ -74,26 +74,26 @@ def _known(device: Device) -> Accelerator:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """Median time of a call; torch's timer warms up and waits for a GPU."""
+    """Median time of a call, after a warm-up; on a GPU it includes waiting for the result."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=SECONDS).median
 
 
 def _product_rate(new: Callable[..., Tensor], args: Any, tokens: int) -> float:
-    """FLOP/s of an MLP's product and its two gradients; `new` makes a tensor of a size."""
+    """FLOP/s of one product of an MLP and its two gradients; `new` makes a tensor of a given size."""
     x, weight, gradient = new(tokens, args.dim), new(args.ffn_dim, args.dim), new(tokens, args.ffn_dim)
     seconds = _seconds(lambda: (x @ weight.T, gradient @ weight, gradient.T @ x))
     return 6 * tokens * args.dim * args.ffn_dim / seconds
 
 
 def _bandwidth(new: Callable[..., Tensor], args: Any, tokens: int) -> float:
-    """Bytes/s of a product of two wide activations into a new tensor."""
+    """Bytes/s of an elementwise product of two wide activations."""
     a, b = new(tokens, args.ffn_dim), new(tokens, args.ffn_dim)
     return 3 * a.nbytes / _seconds(lambda: a * b)
 
 
 def _attention_rates(new: Callable[..., Tensor], args: Any, tokens: int) -> tuple[float, float]:
-    """FLOP/s of the allowed pairs of a rank, forward and backward, over the layers' windows."""
+    """FLOP/s of attention, forward and backward, counting allowed pairs, as a mean over the layers' windows."""
     heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads, args.n_heads)
     q, k, v, dout = (new(1, tokens, count, args.head_dim).requires_grad_() for count in heads)
     pairs, forward, backward = 0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Bytes of a rank at the peak of a step, by kind. Formulas and reasons: docs/memory.md, docs/planner.md."""
+"""Memory of a rank in each phase of a step, by kind. Formulas and reasons: docs/memory.md, docs/planner.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from torchtitan_cp.attention.linear.kernel import CHUNK, PART
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import FP32_BYTES, RING, STRATEGY_COSTS
 
-QUANTIZED_MOMENTS = 2 * (1 + 4 / 256)  # two moments of a byte, with an fp32 scale for each 256 values
+QUANTIZED_MOMENTS = 2 * (1 + 4 / 256)  # bytes of two 8-bit moments, with an fp32 scale for each 256 values
 KINDS = ("weights", "gradients", "optimizer", "block_inputs", "attention", "mlp", "loss", "communication")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by kind, and the phase of a step in which they are most."""
+    """Bytes of one rank by kind in a phase of a step."""
 
     phase: str
     by_kind: dict[str, float]
@@ -25,23 +25,23 @@ class Memory:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of one layer's tensors on a rank for one micro-batch; the mean, where some have a recurrent state.
+    """Bytes of one layer's tensors on a rank for one micro-batch. It is the mean if some layers have a recurrent state.
 
     Attributes:
-        stream: its input, cut along the sequence by tp.
-        first_norm, second_norm: what a norm keeps, with its gathered output; the first's input is the stream.
-        qkv: rotated q, k and v, none where an all-to-all keeps its own; given: what their products give, before that.
-        out: attention and log-sum-exp.
+        stream: the layer's input, which tp cuts along the sequence.
+        first_norm, second_norm: what a norm keeps, and its gathered output; the first norm's input is the stream.
+        qkv: rotated q, k and v, 0 if an all-to-all keeps its own; unrotated_qkv: the same before the rotation.
+        out: output of the attention, and log-sum-exp.
         all_to_all: what an all-to-all keeps.
         ffn: the MLP's four tensors of ffn_dim.
-        copies: rows that are sent to experts, and what comes back.
+        copies: rows that are sent to experts, and the rows that come back.
     """
 
     stream: float
     first_norm: float
     second_norm: float
     qkv: float
-    given: float
+    unrotated_qkv: float
     out: float
     all_to_all: float
     ffn: float
@@ -54,39 +54,44 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
     e, c, tokens = args.dim, planned.element_bytes, planned.tokens
     query, key = args.n_heads * args.head_dim / tp, args.n_kv_heads * args.head_dim / tp
     stream = e / tp * c
-    # A norm keeps its input, or where it is not fused two fp32 copies (in fp32 one is the input); its output is whole.
+    # A norm keeps its input, or if it is not fused two fp32 copies (in fp32 one is the input). Its output is gathered.
     second = (stream if planned.fused_norm else 2 * FP32_BYTES * e / tp) + e * c
     first = second - stream if planned.fused_norm or c == FP32_BYTES else second
-    traded = planned.all_to_all_ranks(planned.strategy)
-    own, kept_by_all_to_all = heads.after_all_to_all(traded), tokens * traded if traded > 1 else 0.0
-    qkv = given = tokens * (query + 2 * key) * c if traded == 1 else 0.0
+    ranks = planned.all_to_all_ranks(planned.strategy)
+    traded, all_to_all = heads.after_all_to_all(ranks), 0.0
+    qkv = unrotated_qkv = tokens * (query + 2 * key) * c
     out = tokens * (query * c + heads.query * FP32_BYTES)
-    trade = kept_by_all_to_all * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES)
+    if ranks > 1:
+        qkv = unrotated_qkv = 0.0
+        all_to_all = tokens * ranks * (2 * (traded.query + traded.key) * traded.dim * c + traded.query * FP32_BYTES)
     if share := sum(map(bool, args.state_sizes)) / args.n_layers:
-        # A gated delta net keeps q, k and v before and after their convolution, and its gate, once more in fp32 and
-        # behind the SiLU, beside the norm and the product of its output.
+        # A gated delta net keeps q, k and v before and after their convolution, its gate three times (as it is, in fp32
+        # and after the SiLU), and the norm and the product of its output.
         channels, values = args.state_widths
         kept = tokens * (2 * channels * c + 3 * values * c + 2 * values * FP32_BYTES)
-        given = qkv * (1 - share) + tokens * (channels + values) * c * share
+        unrotated_qkv = qkv * (1 - share) + tokens * (channels + values) * c * share
         qkv, out = qkv * (1 - share) + kept * share, out * (1 - share) + tokens * values * c * share
-        trade *= 1 - share
+        all_to_all *= 1 - share
     return BlockBytes(
         stream=tokens * stream,
         first_norm=tokens * first,
         second_norm=tokens * second,
         qkv=qkv,
-        given=given,
+        unrotated_qkv=unrotated_qkv,
         out=out,
-        all_to_all=trade,
+        all_to_all=all_to_all,
         ffn=tokens * 4 * args.active_ffn_dim / tp * c,
         copies=tokens * 2 * args.experts_per_token * e * c / tp,
     )
 
 
 def _delta_rule_bytes(planned: PlannedStage) -> float:
-    """Bytes at work in the backward of a gated delta rule, in fp32: of each head and token the factors of its chunk and
-    their gradients, rows as long as a key or a chunk, and the chunk's states; and the gradients of all inputs. A key
-    head of very many tokens is more than a part and not counted as such."""
+    """Bytes at work in the backward of a gated delta rule, all fp32.
+
+    For each head and token: the factors of its chunk and their gradients, in rows as long as a key or a chunk, and the
+    chunk's states; and the gradients of all inputs. A key head with so many tokens that it exceeds one part is not
+    counted as such.
+    """
     if not (state := max(planned.args.state_sizes)):
         return 0.0
     values = planned.args.state_widths[1]
@@ -96,7 +101,7 @@ def _delta_rule_bytes(planned: PlannedStage) -> float:
 
 
 def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, float]:
-    """Bytes a layer keeps for its backward, on the device or offloaded: (block inputs, attention, MLP)."""
+    """Bytes that a layer keeps for its backward, on the device or offloaded: (block inputs, attention, MLP)."""
     mode, tiles = planned.config.activation.checkpoint, planned.config.activation.mlp_tiles
     attention = block.out + block.all_to_all
     if mode == "full":
@@ -104,86 +109,84 @@ def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, 
     if mode == "attention_saved":
         return block.stream, attention, 0.0
     if mode == "selective":
-        # Products give q, k, v before their rotation; wo and w2 the width; w1 and w3 two of the MLP's tensors.
+        # It keeps the results of products: unrotated q, k, v; rows of the width E from wo and w2; two of the MLP's
+        # tensors from w1 and w3; and from the product that joins the rows that come back from experts.
         width = block.stream * planned.degrees.tp
-        # Rows that come back from experts are joined by a product.
         joined = width if planned.sent_to_experts else 0.0
         ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 2 or width) + joined
-        return block.stream + width, attention + block.given, ffn
+        return block.stream + width, attention + block.unrotated_qkv, ffn
     inputs = block.stream + block.first_norm + _second_norm_kept(block, tiles)
     return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.ffn + block.copies
 
 
 def _second_norm_kept(block: BlockBytes, tiles: int) -> float:
-    """What a layer that is not recomputed keeps of its second norm: in tiles its input, and what is outside of them."""
-    # Experts' balance passes the norm once more, beside the same input.
+    """What a layer keeps of its second norm if it is not recomputed; with tiles, only the norm's input."""
+    # The balance of experts needs the norm's output once more.
     again = block.second_norm - block.stream if block.copies else 0.0
     return again + (block.second_norm if tiles == 1 else block.stream)
 
 
-Phase = tuple[str, float, dict[str, float]]
-"""What a phase is called, the share of activations freed by then, and what it adds, by kind."""
+Phase = tuple[str, dict[str, float]]
+"""Name of a phase, and the bytes by kind that exist only in it."""
 
 
 def rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
-    """Each phase of a step on a pipeline rank."""
-    always, parked = _always(planned, own)
-    weights = _gathered_weights(planned, own)
-    block = block_bytes(planned)
+    """Memory in those phases of a step on a pipeline rank that may be the peak."""
+    weights, block = _gathered_weights(planned, own), block_bytes(planned)
     kept = (0.0, 0.0, 0.0) if planned.config.activation.offload else kept_bytes(planned, block)
-    # The outer parameters' gradients, whole and on their way to their shards.
-    reduced = own.outer_parameters * (planned.element_bytes + planned.reduce_bytes)
-    pipelined = planned.degrees.pp > 1
-    phases: list[Phase] = [
-        *_loss_phases(planned, own, weights),
-        *_block_phases(planned, own, block, kept[2], weights),
-        ("reduction of the last gradients", 1.0, {"communication": reduced + (weights if pipelined else 0.0)}),
-        ("update, with some of the state back from the host", 1.0, {"optimizer": parked}),
-    ]
-    waiting = _waiting_losses(planned, own)
-    for phase, gone, extra in phases:
-        left = own.kept_layers * (1 - gone)
-        held = {kind: left * size for kind, size in zip(("block_inputs", "attention", "mlp"), kept, strict=True)}
-        # Where gradients are reduced once, a shard's exists once its layer has run backward for the last time.
-        shards = gone if planned.stage.micro_batches == 1 or pipelined else 1.0
-        now = always | {"gradients": always["gradients"] * shards, "loss": waiting * ("optimizer" not in extra)}
-        yield Memory(phase, {kind: sum(part.get(kind, 0.0) for part in (now, held, extra)) for kind in KINDS})
+    in_block = _block_phases(planned, own, block, kept[2], weights)
+    layer = dict(zip(("block_inputs", "attention", "mlp"), kept, strict=True))
+    activations = {kind: own.kept_layers * size for kind, size in layer.items()}
+    waiting = {"loss": _waiting_losses(planned, own)}
+    at_first = at_last = shards = _shards(planned, own)
+    if planned.stage.micro_batches == 1 or planned.degrees.pp > 1:
+        # Gradients are reduced once a step: a layer's shard exists once the layer has run backward.
+        at_first = shards | {"gradients": 0.0}
+        at_last = shards | {"gradients": shards["gradients"] * (1 - 1 / own.layers)}
+    for name, extra in _loss_phases(planned, own, weights):
+        yield _memory(name, at_first, activations, waiting, extra)
+    for name, extra in in_block:
+        yield _memory(f"{name} of the first layer backward", at_first, activations, waiting, extra)
+    if own.kept_layers == own.layers:
+        # One micro-batch at a time: when the last layer runs backward, the activations of the others are freed.
+        for name, extra in in_block:
+            yield _memory(f"{name} of the last layer backward", at_last, layer, waiting, extra)
 
 
-def _always(planned: PlannedStage, own: PlannedRank) -> tuple[dict[str, float], float]:
-    """Shards of weights, gradients and optimizer state; and the state that an update brings from the host at a time."""
+def _memory(phase: str, *parts: dict[str, float]) -> Memory:
+    """The sum of parts by kind."""
+    return Memory(phase, {kind: sum(part.get(kind, 0.0) for part in parts) for kind in KINDS})
+
+
+def _shards(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
+    """Bytes on the device of a rank's shards of weights, gradients and optimizer state."""
     config, fsdp = planned.config, planned.degrees.fsdp
     if config.parallel.fsdp_cpu_offload:
-        return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}, 0.0
+        return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     shard = own.parameters / fsdp
     moments = QUANTIZED_MOMENTS if config.optimizer.state == "8bit" else 2 * FP32_BYTES
-    # Muon has a momentum alone.
+    # Muon has only a momentum.
     by_muon = own.layers * planned.counts.muon / fsdp if config.optimizer.name == "muon" else 0.0
-    state = (shard - by_muon) * moments + by_muon * FP32_BYTES
-    always = {"weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state}
-    if not config.optimizer.offload_state:
-        return always, 0.0
-    # One parameter at work, the next on its way there and the one before on its way back: the outer matrix is largest.
-    largest = planned.args.vocab_size * planned.args.dim / planned.degrees.tp / fsdp * moments
-    return always | {"optimizer": 0.0}, min(state, 3 * largest)
+    state = 0.0 if config.optimizer.offload_state else (shard - by_muon) * moments + by_muon * FP32_BYTES
+    return {"weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state}
 
 
 def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
-    """Gathered weights: outer ones for the whole step, and of the layers those at work, or all in a pipeline."""
+    """Bytes of gathered weights: the outer ones, and those of the running layers, or of all layers in a pipeline."""
     parallel, block = planned.config.parallel, planned.gathered_block
-    # A pipeline's backward leaves all of them gathered, whatever a forward does.
-    again = parallel.fsdp_reshard != "never" and parallel.pp == 1
-    # At work: one, and those gathered ahead; experts wrapped apart are gathered only while their layer runs.
-    blocks = min(own.layers, 1 + parallel.fsdp_prefetch) if again else own.layers
-    ahead = (blocks - 1) * planned.gathered_experts if again else 0.0
+    # The backward of a pipeline leaves all weights gathered, whatever its forward does.
+    freed = parallel.fsdp_reshard != "never" and parallel.pp == 1
+    # One layer runs, and the next ones are gathered ahead, but experts that are wrapped apart are not gathered ahead.
+    blocks = min(own.layers, 1 + parallel.fsdp_prefetch) if freed else own.layers
+    ahead = (blocks - 1) * planned.gathered_experts if freed else 0.0
     gathered = (blocks * block - ahead + own.outer_parameters) * planned.element_bytes
-    # A pipeline reduces once a step: until then whole gradients add up.
+    # A pipeline reduces once a step; until then whole gradients add up.
     whole = own.parameters + own.layers * (block - planned.counts.block)
     return gathered + (whole * planned.reduce_bytes if parallel.pp > 1 else 0)
 
 
 def _loss_phases(planned: PlannedStage, own: PlannedRank, weights: float) -> list[Phase]:
-    """Logits of a chunk forward; the output's fp32 gradient and its scaled one backward."""
+    """The loss forward, with the logits of a chunk, and backward, with two gradients of the output matrix."""
     if not own.is_last:
         return []
     args, tp, c = planned.args, planned.degrees.tp, planned.element_bytes
@@ -192,18 +195,18 @@ def _loss_phases(planned: PlannedStage, own: PlannedRank, weights: float) -> lis
     matrix, hidden = rows * args.dim, planned.tokens * args.dim
     chunk = min(planned.config.training.loss_chunk_tokens, planned.tokens) * rows
     norm = hidden / tp * (c if planned.fused_norm else 2 * FP32_BYTES)
-    # Products, and logits and probabilities in fp32; compiled, the products and their gradient.
+    # The products, and logits and probabilities in fp32; if compiled, the products and their gradient.
     of_chunk = 2 * c if planned.config.compile.enable and tp == 1 else c + FP32_BYTES * (2 if copies else 1)
     forward = chunk * of_chunk + matrix * FP32_BYTES + 2 * hidden * c + norm
     backward = matrix * (FP32_BYTES + c) + hidden * (c + (2 * FP32_BYTES if copies else c)) + norm
     return [
-        ("logits of a chunk", 0.0, {"loss": forward, "communication": weights}),
-        ("backward of the loss", 0.0, {"loss": backward, "communication": weights}),
+        ("logits of a chunk", {"loss": forward, "communication": weights}),
+        ("backward of the loss", {"loss": backward, "communication": weights}),
     ]
 
 
 def _waiting_losses(planned: PlannedStage, own: PlannedRank) -> float:
-    """Gradients that the losses of other micro-batches have made by a backward: gpipe runs all forwards first."""
+    """Gradients that the losses of other micro-batches have already made: gpipe runs all forwards first."""
     if not (own.is_last and planned.degrees.pp > 1 and planned.config.parallel.pp_schedule == "gpipe"):
         return 0.0
     matrix = -(-planned.args.vocab_size // planned.degrees.tp) * planned.args.dim
@@ -214,62 +217,56 @@ def _waiting_losses(planned: PlannedStage, own: PlannedRank) -> float:
 def _block_phases(
     planned: PlannedStage, own: PlannedRank, block: BlockBytes, kept_mlp: float, weights: float
 ) -> list[Phase]:
-    """The first and the last layer to run backward, each in its MLP and in its attention."""
+    """The backward of a layer: its MLP, its attention and what else may be the peak."""
     args, c, tp, activation = planned.args, planned.element_bytes, planned.degrees.tp, planned.config.activation
     mode, tiles = activation.checkpoint, activation.mlp_tiles
     output = -(-args.vocab_size // tp) * args.dim * c if own.is_last else 0
-    # A block's gradients whole, and those of the one before on their way; a pipeline's add up in `weights`. Of experts
-    # apart from the rest, one of the two.
+    # A block's whole gradients, and those of the previous one in transit; for experts that are wrapped apart only one
+    # of the two. In a pipeline they add up in `weights`.
     reduced = planned.gathered_block * (c + planned.reduce_bytes) + output
     reduced -= planned.gathered_experts * min(c, planned.reduce_bytes)
     traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)
     recomputed = 0.0 if mode == "none" else 1.0
     gradient = block.stream  # of the layer's output, which is as large as its input
-    # With offload two layers' shares are on the device at a time.
+    # With offload, what two layers keep is on the device at a time.
     attention = 0.0 if mode == "full" else block.out + block.all_to_all
     of_layer = sum(kept_bytes(planned, block)) if mode == "selective" else block.stream + attention
-    parked = 2 * of_layer if activation.offload else 0.0
+    fetched = 2 * of_layer if activation.offload else 0.0
     again = block.qkv + (block.out + block.all_to_all if mode == "full" else 0.0)
-    # Backward of SwiGLU's product: three of the MLP's tensors are still needed, beside their three gradients. Experts
-    # have theirs one after another, and the gradients of their rows all at once.
+    # The backward of SwiGLU's product needs three of the MLP's tensors and their three gradients. Experts have these
+    # gradients one after another, but the gradients of their rows all at once.
     ffn = (block.ffn + 2 * block.copies if block.copies else 1.5 * block.ffn) / tiles
-    if tiles == 1:  # what arrives while what was sent is still there
+    if tiles == 1:  # rows arrive while those that were sent still exist
         ffn += recomputed * planned.sent_to_experts
     held_ffn = {"none": block.ffn + block.copies, "selective": (block.ffn + block.copies) / 2}.get(mode, 0.0)
     second = _second_norm_kept(block, tiles)
-    # In tiles the second norm is run again with each, and the gradients of their inputs add up beside the output's.
+    # Each tile runs the second norm again, and the gradients of the tiles' inputs add up beside the output's gradient.
     at_work = gradient if tiles == 1 else 2 * gradient + (block.second_norm - block.stream) / tiles
     in_mlp = {
-        "block_inputs": recomputed * (block.first_norm + second) + at_work + parked,
-        "attention": recomputed * (again - (block.given if mode == "selective" else 0.0)),
+        "block_inputs": recomputed * (block.first_norm + second) + at_work + fetched,
+        "attention": recomputed * (again - (block.unrotated_qkv if mode == "selective" else 0.0)),
         "mlp": ffn - (held_ffn if tiles == 1 else 0.0),
         "communication": traffic,
     }
-    # By then the layer's own MLP and second norm are gone; the gradient of its output stands beside the exchange.
+    # By now the layer's own MLP and second norm are freed.
     group = (planned.stage.cp, planned.all_to_all_ranks(planned.strategy))
     costs = STRATEGY_COSTS[planned.strategy] if planned.stage.cp > 1 else RING
     working = costs.working_bytes(planned.tokens, *group, planned.heads)
     in_attention = {
-        "block_inputs": recomputed * block.first_norm + gradient + parked - (1 - recomputed) * second,
+        "block_inputs": recomputed * block.first_norm + gradient + fetched - (1 - recomputed) * second,
         "attention": recomputed * again + working + block.out,
         "mlp": -kept_mlp,
         "communication": traffic,
     }
-    layer = [("MLP", in_mlp), ("attention", in_attention)]
+    phases = [("MLP", in_mlp), ("attention", in_attention)]
     if working := _delta_rule_bytes(planned):
-        layer.append(("gated delta rule", in_attention | {"attention": recomputed * again + working}))
-    phases: list[Phase] = [(f"{part} of the first layer backward", 0.0, extra) for part, extra in layer]
+        phases.append(("gated delta rule", in_attention | {"attention": recomputed * again + working}))
     if tp > 1 and recomputed:
-        # The ranks' parts of the attention's product whole, in the order in which they are summed, and their sum.
-        whole = block.stream * tp
+        # The attention's output product is summed over tp: whole partial products, in two orders, and their sum.
         in_sum = {
-            "block_inputs": block.first_norm + 2 * gradient + parked,
+            "block_inputs": block.first_norm + 2 * gradient + fetched,
             "attention": in_mlp["attention"],
-            "communication": traffic + 2 * (whole + gradient),
+            "communication": traffic + 2 * (block.stream * tp + gradient),
         }
-        phases.append(("sum of the first layer's attention over tp", 0.0, in_sum))
-    if own.kept_layers == own.layers:
-        # One micro-batch at a time: when the last layer runs backward, the others' activations are gone.
-        gone = 1 - 1 / own.layers
-        phases += [(f"{part} of the last layer backward", gone, extra) for part, extra in layer]
+        phases.append(("sum over tp of the attention", in_sum))
     return phases

@@ -1,4 +1,4 @@
-"""How many parameters a rank has, from ModelArgs; a test compares with the model itself."""
+"""How many parameters a rank has, computed from ModelArgs; a test compares this with the model itself."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +13,12 @@ class Parameters:
     """Parameters of a model on one tensor-parallel rank.
 
     Attributes:
-        block: of one layer; the mean, where they differ.
-        muon: of these, those of matrices: no norm, bias or sink.
-        active_matrices: of its matrices, those that a token uses: only some experts.
-        experts: of a layer's, those of all its experts.
-        embedding: V E, and what else is outside the layers.
-        head: the last norm, and the output's V E where it is not tied to the embedding.
+        block: parameters of one layer; the mean if layers differ.
+        muon: those of the layer's matrices, without norms, biases and sinks.
+        active_matrices: those of the matrices that a token uses; it uses only some experts.
+        experts: those of all experts of a layer.
+        embedding: V E, and other parameters before the first layer.
+        head: the last norm, and the output's V E if it is not tied to the embedding.
     """
 
     block: int
@@ -29,7 +29,7 @@ class Parameters:
     head: int
 
     def outer(self, is_first: bool, is_last: bool, tied: bool) -> int:
-        """Outside the layers, on a pipeline rank that has the first layer (`is_first`) or the last (`is_last`)."""
+        """Parameters outside the layers, on a pipeline rank with the first layer (`is_first`) or last (`is_last`)."""
         embedding = self.embedding if is_first or (is_last and tied) else 0
         return embedding + (self.head if is_last else 0)
 
@@ -53,7 +53,7 @@ def total_parameters(args: Any) -> int:
 
 
 def sized_model_args(config: Config) -> Any:
-    """The config's ModelArgs with the vocabulary set, without preparing its corpus: the model's, or the tokenizer's.
+    """The config's ModelArgs with `vocab_size` set, from the model or the tokenizer, without preparing the corpus.
 
     Raises:
         UserError: an unknown flavor or override, or a tokenizer that cannot be read.

@@ -14,7 +14,7 @@ from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 
 
 def _tables(estimate: Estimate) -> dict[str, dict[str, str]]:
-    """Title -> heading -> cell of a stage, after its name."""
+    """The figures of a stage: title of a table -> name of a row -> cell."""
     stage, memory, rows = estimate.stage, estimate.memory, estimate.dispatch_bytes / GIB
     sent = {name: f"{of.layer_bytes / 2**20:.1f}, {of.step_bytes / GIB:.2f}" for name, of in estimate.volumes.items()}
     return {
@@ -50,17 +50,17 @@ def _tables(estimate: Estimate) -> dict[str, dict[str, str]]:
 
 
 def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
-    """Three tables, a fourth where ranks share experts, and what there is to say of single stages."""
+    """Print three tables, a fourth if ranks share experts, and remarks on single stages."""
     cluster = estimates[0].cluster
     accelerator = cluster.accelerator
     kernels = sorted({one.kernel(window) for one in estimates for window in set(one.args.layer_windows)})
     rate = "attention by {} at {:.0%} forward and {:.0%} backward"
     attention = ", ".join(rate.format(kernel, *accelerator.attention(kernel)) for kernel in kernels)
-    taken = "Rates of the device table" if cluster.name in ACCELERATORS else "Measured"
+    rates = "Rates of the device table" if cluster.name in ACCELERATORS else "Measured"
     console.print(
         f"{cluster.ranks} x {cluster.name}, {accelerator.ranks_per_node} a node; a rank sends "
         f"{accelerator.link_bandwidth / 1e9:g} GB/s inside a node and {accelerator.network_bandwidth / 1e9:g} GB/s "
-        f"outside\n{total_parameters(estimates[0].args):,} parameters. Device: {accelerator.source}. {taken}: "
+        f"outside\n{total_parameters(estimates[0].args):,} parameters. Device: {accelerator.source}. {rates}: "
         f"matrix products at {accelerator.linear:.0%} of the peak, {attention}; assumed: "
         f"{USABLE_MEMORY:.0%} of memory usable"
     )
@@ -68,7 +68,7 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
     for title, columns in tables[0].items():
         if "experts" in title and estimates[0].degrees.ep == 1:
             continue
-        # A column a stage: rows of a dozen figures would be cut on a terminal.
+        # Each stage is a column, because rows with a dozen figures would be cut off on a terminal.
         table = Table(Column("stage", no_wrap=True), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for estimate in estimates:
             table.add_column(estimate.stage.name)
@@ -76,8 +76,7 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
             table.add_row(name, *(cells[title][name] for cells in tables))
         console.print(table)
     for estimate in estimates:
-        if cheaper := [key for key in MASKING_KEYS if getattr(estimate.stage.data, key)]:
-            keys = ", ".join(cheaper)
+        if keys := ", ".join(key for key in MASKING_KEYS if getattr(estimate.stage.data, key)):
             console.print(f"{estimate.stage.name} is planned as one causal sequence: {keys} makes it cheaper")
     days = sum(estimate.days for estimate in estimates)
     console.print(f"{days:.3g} days in all")

@@ -1,4 +1,4 @@
-"""Search for the layout of ranks that fits and takes the least time, with a reason for each choice."""
+"""Search for the layout of ranks that fits and takes the least time, with reasons for each choice."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ MAX_PIPELINE_RANKS = 16
 
 
 class Choice(NamedTuple):
-    """Choices for the whole run."""
+    """Degrees and activation mode of a whole run."""
 
     tp: int
     pp: int
@@ -30,13 +30,13 @@ class Choice(NamedTuple):
 def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
     """Try tp, pp, ep and activation modes for the run, and context-parallel degrees and strategies for each stage.
 
-    The rest of the config stays, but dp_replicate becomes 1, and a stage's own tp, pp and mode are dropped.
+    The rest of the config stays, but dp_replicate becomes 1, and a stage's own tp, pp and activation mode are dropped.
 
     Returns:
-        The config with the best of what was tried, and a line for each choice.
+        The config with the best combination, and a line for each choice.
 
     Raises:
-        UserError, ContextParallelError: nothing fits, or a run would refuse everything that was tried.
+        UserError, ContextParallelError: nothing fits, or a run would refuse every combination.
     """
     args, refused = sized_model_args(config), list[Exception]()
     tried = {choice: stage_options(config, args, choice, cluster, refused) for choice in choices(args, cluster)}
@@ -58,14 +58,15 @@ def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
     stages = config.curriculum.stages
     if own := [i for i, stage in enumerate(stages) if (stage.tp, stage.pp, stage.activation.checkpoint) != (None,) * 3]:
         reasons.append(f"curriculum.stages {own}: their own tp, pp and activation.checkpoint are left out")
-    reasons += [_stage_reason(*one_and_options) for one_and_options in zip(picked[chosen], tried[chosen], strict=True)]
-    ways = (one.stage for one in picked[chosen])
-    found = tuple(_with_way(stage, way.cp, way.strategy) for stage, way in zip(stages, ways, strict=True))
-    return with_choice(config, chosen, cluster).with_keys(curriculum={"stages": found}), reasons
+    found = []
+    for stage, estimate, options in zip(stages, picked[chosen], tried[chosen], strict=True):
+        reasons.append(_stage_reason(estimate, options))
+        found.append(_with_exchange(stage, estimate.stage.cp, estimate.stage.strategy))
+    return with_choice(config, chosen, cluster).with_keys(curriculum={"stages": tuple(found)}), reasons
 
 
 def choices(args: Any, cluster: Cluster) -> Iterator[Choice]:
-    """Degrees and modes to try: powers of two, tensor parallelism inside a node; experts by none, a node or all."""
+    """Degrees and modes to try: powers of two, tp inside a node; experts are shared by no ranks, a node or all."""
     for tp in _powers(cluster.accelerator.ranks_per_node):
         try:
             check_tensor_parallel(args, tp)
@@ -94,7 +95,8 @@ def with_choice(config: Config, choice: Choice, cluster: Cluster) -> Config:
     )
 
 
-def _with_way(stage: Stage, cp: int, strategy: str) -> Stage:
+def _with_exchange(stage: Stage, cp: int, strategy: str) -> Stage:
+    """The stage with this context parallelism, and without its own tp, pp and activation mode."""
     activation = dataclasses.replace(stage.activation, checkpoint=None)
     return dataclasses.replace(stage, cp=cp, strategy=strategy, tp=None, pp=None, activation=activation)
 
@@ -102,17 +104,17 @@ def _with_way(stage: Stage, cp: int, strategy: str) -> Stage:
 def stage_options(
     config: Config, args: Any, choice: Choice, cluster: Cluster, refused: list[Exception]
 ) -> list[list[Estimate]]:
-    """Every way to run each stage under a choice; an empty list if some stage has none.
+    """Estimates of each stage under a choice, with every cp and strategy; an empty list if a stage has none.
 
     Args:
-        refused: collects the errors of what a run would refuse.
+        refused: collects the errors of combinations that a run would refuse.
     """
-    # A stage alone may be shorter than a warm-up that all share, and its time does not depend on its learning rate.
+    # A single stage may be shorter than the warm-up of the run, and its time does not depend on the learning rate.
     chosen = dataclasses.replace(with_choice(config, choice, cluster), lr_scheduler=LRScheduler())
     inner, fsdp = chosen.context_parallel.all_to_all_ranks, cluster.ranks // (choice.tp * choice.pp)
     found = []
     for index, stage in enumerate(config.curriculum.stages):
-        # Without its gate, which compares with other stages and may end before a warm-up does, at its longest.
+        # A gate compares with other stages and may open during the warm-up: plan the stage without it, at its longest.
         most = stage.until.get("max_tokens")
         alone = dataclasses.replace(stage, until={}, tokens=int(most), lr=None) if most else stage
         options: list[Estimate] = []
@@ -120,7 +122,7 @@ def stage_options(
             for strategy in STRATEGY_COSTS if cp > 1 else ("ring",):
                 if strategy == "hybrid" and not 1 < inner < cp:
                     continue
-                tried = chosen.with_keys(curriculum={"stages": (_with_way(alone, cp, strategy),)})
+                tried = chosen.with_keys(curriculum={"stages": (_with_exchange(alone, cp, strategy),)})
                 try:
                     check_measured_lengths(config, stage, f"curriculum.stages[{index}]", cp, choice.tp)
                     options += plan_config(tried, cluster, args)
@@ -138,31 +140,31 @@ def best(options: list[Estimate]) -> Estimate:
 
 
 def _choice_reasons(chosen: Choice, days: dict[Choice, float], tried: list[Choice]) -> list[str]:
-    """A line for each choice: the best that every other value gives."""
+    """A line for each choice, with the best time of every other value."""
     reasons = []
     for part, key in enumerate(("parallel.tp", "parallel.pp", "activation.checkpoint", "parallel.ep")):
         if key == "parallel.ep" and len({choice.ep for choice in tried}) == 1:
             continue
         others = []
         for value in dict.fromkeys(choice[part] for choice in tried if choice[part] != chosen[part]):
-            alike = [days[choice] for choice in days if choice[part] == value]
-            more = f"takes {min(alike) / days[chosen] - 1:+.0%}" if alike else "does not fit or divide"
-            others.append(f"{value} {more}")
+            with_value = [days[choice] for choice in days if choice[part] == value]
+            result = f"takes {min(with_value) / days[chosen] - 1:+.0%}" if with_value else "does not fit or divide"
+            others.append(f"{value} {result}")
         reasons.append(f"{key} = {chosen[part]}: " + ("; ".join(others) or "nothing else divides"))
     return reasons
 
 
 def _stage_reason(found: Estimate, options: list[Estimate]) -> str:
-    """A stage's degree and strategy beside the best of every other degree and strategy."""
+    """A stage's degree and strategy, compared with the best of every other degree and with other strategies."""
     stage, others = found.stage, []
     for cp in sorted({option.stage.cp for option in options} - {stage.cp}):
-        others.append(f"cp {cp} {_beside(found, best([option for option in options if option.stage.cp == cp]))}")
+        others.append(f"cp {cp} {_compare(found, best([option for option in options if option.stage.cp == cp]))}")
     for option in options:
         if option.stage.cp == stage.cp and option.stage.strategy != stage.strategy:
-            others.append(f"{option.stage.strategy} {_beside(found, option)}")
-    way = f"{stage.name}: cp = {stage.cp}, {stage.strategy}, {stage.micro_batches} micro-batches; "
-    return (way + "; ".join(others)).rstrip("; ")
+            others.append(f"{option.stage.strategy} {_compare(found, option)}")
+    choice = f"{stage.name}: cp = {stage.cp}, {stage.strategy}, {stage.micro_batches} micro-batches"
+    return "; ".join([choice, *others])
 
 
-def _beside(found: Estimate, other: Estimate) -> str:
+def _compare(found: Estimate, other: Estimate) -> str:
     return f"takes {other.days / found.days - 1:+.1%}" if other.fits else f"needs {other.memory.total / 2**30:.0f} GiB"

@@ -1,7 +1,7 @@
 """A stage of a run on a cluster: everything that its memory and time depend on."""
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,19 +17,19 @@ from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.parameters import Parameters, count_parameters
 from torchtitan_cp.planner.strategy_costs import Heads, LayerCost, Rates, busiest_layer
 
-MASKING_KEYS = ("document_mask", "short_share", "growth_from")  # keys of a stage's data that leave pairs out
+MASKING_KEYS = ("document_mask", "short_share", "growth_from")  # keys of a stage's data that allow fewer pairs
 
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """What a pipeline rank has of a model; its tensor-parallel ranks share it.
+    """The part of a model on a pipeline rank; its tensor-parallel ranks share it.
 
     Attributes:
-        layers: how many.
-        windows: of those that attend to keys, 0 for none; the others carry a recurrent state.
-        pipeline_stages: how many.
+        layers: number of layers.
+        windows: windows of the layers that attend to keys, 0 for none; the other layers have a recurrent state.
+        pipeline_stages: number of pipeline stages.
         kept_layers: layers times the micro-batches whose activations are held at once.
-        is_last: it has the output layer.
+        is_last: whether it has the output layer.
         outer_parameters: of embedding, last norm and output, before FSDP shards them; parameters: all of the rank's.
     """
 
@@ -47,10 +47,10 @@ class PlannedStage:
     """A stage on all ranks of a cluster.
 
     Attributes:
-        config: with the stage's tp, pp and activation memory.
+        config: with the stage's tp, pp and activation settings.
         args: ModelArgs with `vocab_size` set.
         degrees: of the mesh in this stage.
-        mask: of its sequences, by which attention is estimated.
+        mask: of its sequences; attention is estimated with it.
     """
 
     config: Config
@@ -65,15 +65,15 @@ class PlannedStage:
         """Tokens of one micro-batch on a rank, B S/cp."""
         return self.stage.micro_batch_sequences * self.stage.seq_len // self.stage.cp
 
-    @cached_property
+    @property
     def element_bytes(self) -> int:
         return int(getattr(torch, self.config.training.compute_dtype).itemsize)
 
-    @cached_property
+    @property
     def reduce_bytes(self) -> int:
         return int(getattr(torch, self.config.training.reduce_dtype).itemsize)
 
-    @cached_property
+    @property
     def fused_norm(self) -> bool:
         """See devices.Accelerator; the compiler fuses norms too."""
         return (self.cluster.accelerator.fused_norm and self.args.fused_norms) or self.config.compile.enable
@@ -85,55 +85,55 @@ class PlannedStage:
 
     @cached_property
     def gathered_block(self) -> float:
-        """Parameters of a layer that a rank gathers: all but other ranks' experts, which tp does not cut."""
+        """Parameters of a layer that a rank gathers: all but other ranks' experts, which tp does not split."""
         return self.counts.block + self.counts.experts * (self.degrees.tp / self.degrees.ep - 1)
 
     @cached_property
     def gathered_experts(self) -> float:
-        """Of these the experts, where FSDP gathers them apart from the rest: under tp or ep."""
-        apart = self.degrees.tp > 1 or self.degrees.ep > 1
-        return apart * self.counts.experts * self.degrees.tp / self.degrees.ep
+        """The experts among them, if FSDP gathers these separately: under tp or ep."""
+        separate = self.degrees.tp > 1 or self.degrees.ep > 1
+        return separate * self.counts.experts * self.degrees.tp / self.degrees.ep
 
     @cached_property
     def sent_to_experts(self) -> float:
-        """Bytes of the rows that a layer sends to experts for a micro-batch, T K E, also to itself; 0 without ep."""
+        """Bytes of the rows, T K E, that a layer sends to experts for a micro-batch, also to itself; 0 without ep."""
         if self.degrees.ep == 1:
             return 0.0
         return self.tokens / self.degrees.tp * self.args.experts_per_token * self.args.dim * self.element_bytes
 
     @cached_property
     def dispatch_passes(self) -> float:
-        """How often a step sends such rows: to experts and back, forward, backward and where they run again."""
+        """How often a micro-batch sends such rows: to experts and back, forward, backward and in recomputation."""
         mode, tiles = self.config.activation.checkpoint, self.config.activation.mlp_tiles
-        # A block that is run again needs no result of its last tile.
+        # A recomputed block does not need the result of its last tile.
         again = 2 * (mode != "none") if tiles == 1 else 2 + 2 * (mode != "none") * (tiles - 1) / tiles
         return 4 + again
 
     @property
     def dispatch_bytes(self) -> float:
-        """Bytes of all-to-alls of the rank with most layers in a step, what stays on the rank included."""
+        """Bytes of all-to-alls in a step, on the rank with most layers, including what stays on the rank."""
         layers = max(own.layers for own in self.ranks)
         return layers * self.stage.micro_batches * self.dispatch_passes * self.sent_to_experts
 
     @cached_property
     def ranks(self) -> tuple[PlannedRank, ...]:
-        """Each pipeline rank; the longest stage decides which layers it has."""
+        """The pipeline ranks; the longest stage decides how layers are split between them."""
         longest = max([self.stage.seq_len, *(other.seq_len for other in self.config.curriculum.stages)])
-        pipeline = _pipeline(self.config.parallel, self.degrees.pp, self.args, longest)
+        pipeline = plan_pipeline(self.config.parallel, self.degrees.pp, layer_costs(self.args, longest))
         return tuple(self._rank(pipeline, rank) for rank in range(self.degrees.pp))
 
     def _rank(self, pipeline: PipelineStages, rank: int) -> PlannedRank:
         numbers, counts = pipeline.of_rank(rank), self.counts
-        own = [layer for number in numbers for layer in range(*pipeline.layers[number])]
-        windows = tuple(self.args.layer_windows[layer] for layer in own if not self.args.state_sizes[layer])
-        kept = len(own) * self._chunks_held(rank, len(numbers)) / len(numbers)
+        layers = [layer for number in numbers for layer in range(*pipeline.layers[number])]
+        windows = tuple(self.args.layer_windows[layer] for layer in layers if not self.args.state_sizes[layer])
+        kept = len(layers) * self._waiting_forwards(rank, len(numbers)) / len(numbers)
         is_last = len(pipeline.owner) - 1 in numbers
         outer = counts.outer(0 in numbers, is_last, self.args.tie_embeddings)
-        parameters = len(own) * counts.block + outer
-        return PlannedRank(len(own), windows, len(numbers), kept, is_last, outer, parameters)
+        parameters = len(layers) * counts.block + outer
+        return PlannedRank(len(layers), windows, len(numbers), kept, is_last, outer, parameters)
 
-    def _chunks_held(self, rank: int, per_rank: int) -> int:
-        """Forwards of a pipeline stage that wait for their backward at most. Source: Narayanan et al., 2021."""
+    def _waiting_forwards(self, rank: int, per_rank: int) -> int:
+        """Most forwards of pipeline stages that wait for their backward on a rank. Source: Narayanan et al., 2021."""
         schedule, ranks = self.config.parallel.pp_schedule, self.degrees.pp
         everything = self.stage.micro_batches * per_rank
         if ranks == 1:
@@ -161,7 +161,7 @@ class PlannedStage:
 
     @cached_property
     def heads(self) -> Heads:
-        """Heads of a tensor-parallel rank, in the layers that have most."""
+        """Heads of a tensor-parallel rank, in the layers that have the most."""
         return self._heads(self.args.n_heads, self.args.n_kv_heads, self.args.head_dim)
 
     def _heads(self, query: int, key: int, dim: int) -> Heads:
@@ -193,8 +193,3 @@ class PlannedStage:
         group = {"seq_len": self.stage.seq_len, "ranks": self.stage.cp, "layout": self.config.context_parallel.layout}
         group |= {"strategy": strategy, "all_to_all_ranks": self.all_to_all_ranks(strategy)}
         return busiest_layer(self.mask, window, self._heads(*self.args.heads_of(window)), self.rates(window), **group)
-
-
-@lru_cache(maxsize=512)
-def _pipeline(parallel: Any, ranks: int, args: Any, longest: int) -> PipelineStages:
-    return plan_pipeline(parallel, ranks, layer_costs(args, longest))

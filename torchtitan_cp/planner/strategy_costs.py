@@ -89,11 +89,11 @@ Messages = tuple[float, float, float, float]  # the last four of a LayerCost
 
 
 class StrategyCosts(NamedTuple):
-    """What a strategy costs.
+    """Formulas for the costs of a strategy.
 
     Attributes:
         messages: (plan, heads, rates, seconds of the plan's steps forward, and backward) -> Messages.
-        working_bytes: (tokens of a rank, ranks, of these those that trade heads, heads) -> bytes of a backward beside
+        working_bytes: (tokens of a rank, ranks, ranks that trade heads, heads) -> bytes that a backward needs besides
             q, k, v, out and their gradients.
     """
 
@@ -102,19 +102,19 @@ class StrategyCosts(NamedTuple):
 
 
 def step_pairs(plan: Plan) -> list[int]:
-    """Pairs of each step that a plan's rank computes, for one head."""
+    """Pairs that a plan's rank computes in each step, for one head."""
     return [sum(tile.pairs for tile in step.tiles) for step in plan.steps]
 
 
 def layer_of(plan: Plan, heads: Heads, rates: Rates) -> LayerCost:
-    """Cost of one sequence of one layer for a plan's rank."""
+    """Cost of one layer for one sequence, on a plan's rank."""
     pairs = step_pairs(plan)
-    own = heads.after_all_to_all(plan.all_to_all_ranks)
-    flops = [count * own.query * own.dim for count in pairs]
+    traded = heads.after_all_to_all(plan.all_to_all_ranks)
+    flops = [count * traded.query * traded.dim for count in pairs]
     forward = [FORWARD_FLOPS * count / rates.forward for count in flops]
     backward = [BACKWARD_FLOPS * count / rates.backward for count in flops]
-    messages = STRATEGY_COSTS[plan.strategy].messages(plan, own, rates, forward, backward)
-    return LayerCost(sum(pairs) * own.query, *messages)
+    messages = STRATEGY_COSTS[plan.strategy].messages(plan, traded, rates, forward, backward)
+    return LayerCost(sum(pairs) * traded.query, *messages)
 
 
 @lru_cache(maxsize=16384)
@@ -123,7 +123,7 @@ def busiest_layer(mask: AttentionMask, window: int, heads: Heads, rates: Rates, 
 
     Args:
         window: of the layer, 0 for none.
-        group: what else `make_plan` takes: seq_len, ranks, strategy, layout, all_to_all_ranks.
+        group: other arguments of `make_plan`: seq_len, ranks, strategy, layout, all_to_all_ranks.
     """
     node_ranks = max(1, rates.cluster.accelerator.ranks_per_node // rates.stride)
     plan = make_plan(mask=mask, ranks_per_node=node_ranks, row_pairs=rates.row_pairs(heads), **group)
@@ -134,14 +134,14 @@ def busiest_layer(mask: AttentionMask, window: int, heads: Heads, rates: Rates, 
 
 
 def _ring_messages(plan: Plan, own: Heads, rates: Rates, forward: list[float], backward: list[float]) -> Messages:
-    """An all-to-all, which nothing hides, around a ring; either can be of one rank.
+    """An all-to-all, which nothing hides, around a ring; either may have only one rank.
 
-    The next keys travel while these are computed; in backward the last step's gradients travel back beside them.
+    The next keys travel while a step is computed; in the backward, the previous step's gradients travel back with them.
     """
     traded, steps = plan.all_to_all_ranks, plan.steps
     part = (traded - 1) * plan.local_tokens
     qkv, out = (part * own.element_bytes * own.dim * heads for heads in (own.query + 2 * own.key, own.query))
-    log_sum_exp = part * own.query * FP32_BYTES  # it rides with the output
+    log_sum_exp = part * own.query * FP32_BYTES  # sent with the output
     keys = sum(count_rows(step.send) for step in steps[1:]) * own.kv_row_bytes
     returned = sum(count_rows(step.receive) for step in steps[1:]) * own.gradient_row_bytes
     all_to_all_seconds = sum(rates.cluster.all_to_all_seconds(message, traded, rates.stride) for message in (qkv, out))
@@ -149,13 +149,15 @@ def _ring_messages(plan: Plan, own: Heads, rates: Rates, forward: list[float], b
     def seconds(message: float) -> float:
         return rates.cluster.message_seconds(message, plan.ranks // traded, rates.stride * traded)
 
-    # The first step's keys and gradients are the rank's own.
+    # The keys and gradients of the first step do not travel.
     rows = [0, *(max(count_rows(step.send), count_rows(step.receive)) for step in steps[1:])]
     waits = [all_to_all_seconds, all_to_all_seconds]
-    for following, before, ahead, back in zip([*rows[1:], 0], [0, *rows[:-1]], forward, backward, strict=True):
+    for following, previous, forward_seconds, backward_seconds in zip(
+        [*rows[1:], 0], [0, *rows[:-1]], forward, backward, strict=True
+    ):
         arriving = following * own.kv_row_bytes
-        waits[0] += max(0.0, seconds(arriving) - ahead)
-        waits[1] += max(0.0, seconds(arriving + before * own.gradient_row_bytes) - back)
+        waits[0] += max(0.0, seconds(arriving) - forward_seconds)
+        waits[1] += max(0.0, seconds(arriving + previous * own.gradient_row_bytes) - backward_seconds)
     waits[1] += seconds(rows[-1] * own.gradient_row_bytes)
     return qkv + out + log_sum_exp + keys, out + qkv + keys + returned, waits[0], waits[1]
 
@@ -171,7 +173,7 @@ def _ring_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) -> f
 
 
 def _gather_messages(plan: Plan, heads: Heads, rates: Rates, forward: list[float], backward: list[float]) -> Messages:
-    """Groups of heads: the first gather waits, the next ones travel behind the group before them."""
+    """Heads travel in groups: nothing hides the first gather; the computation of each group hides the next one."""
     others, groups = (plan.ranks - 1) * plan.local_tokens, min(HEAD_GROUPS, heads.key)
     keys, sums = others * heads.kv_row_bytes, others * heads.gradient_row_bytes
     gather, scatter = (

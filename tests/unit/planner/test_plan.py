@@ -198,7 +198,7 @@ def test_replicas_on_other_nodes_wait_for_the_gradients_of_embedding_and_output_
     assert slow < each < times * slow
 
 
-def test_state_that_waits_on_the_host_is_back_for_the_update_a_parameter_at_a_time() -> None:
+def test_state_that_waits_on_the_host_is_not_on_the_device() -> None:
     tight = ("--activation.checkpoint=full", "--activation.mlp_tiles=8", "--model.flavor=70B")
     stages = [f"--curriculum.stages[{index}].cp=8" for index in range(6)]
     waiting, there = (
@@ -206,8 +206,7 @@ def test_state_that_waits_on_the_host_is_back_for_the_update_a_parameter_at_a_ti
         for offload in ("true", "false")
     )
     moments = 8 * total_parameters(there.args) / 8
-    largest = 8 * there.args.vocab_size * there.args.dim / 8
-    assert there.memory.total - moments <= waiting.memory.total <= there.memory.total - moments + 3 * largest
+    assert waiting.memory.total == pytest.approx(there.memory.total - moments)
 
 
 def test_a_pipeline_saves_nothing_by_freeing_its_weights_and_gathers_them_more_often() -> None:
@@ -240,25 +239,18 @@ def test_weights_that_are_freed_after_their_forward_are_gathered_again() -> None
 
 
 @pytest.mark.parametrize(("checkpoint", "forwards"), [("full", 2), ("attention_saved", 1)])
-def test_a_layer_with_a_state_takes_the_products_of_the_recurrence_and_the_messages_of_its_summaries(
-    checkpoint: str, forwards: int
-) -> None:
+def test_a_layer_with_a_state_takes_the_products_of_the_recurrence(checkpoint: str, forwards: int) -> None:
     planned = estimates("train_configs/qwen3_5_9b_256k_to_1m.toml", f"--activation.checkpoint={checkpoint}")[0]
     with FlopCounterMode(display=False) as counter:
         q, v, g = torch.ones(1, 4, 16, 128), torch.ones(1, 4, 32, 128), torch.ones(1, 4, 32)
         delta_rule(q, q, v, g, g, AttentionMask(), 1.0)
     flops = counter.get_total_flops() / 4 * 3 / 2  # a token's; the outer product of key and error is none to torch
     rate = 989e12 * planned.cluster.accelerator.linear * RECURRENCE_RATE
-    # Two all-to-alls each way, of 6 MiB a segment forward and 4 backward, as tests/ranks/attention counts them.
-    messages = {mib: planned.cluster.all_to_all_seconds(2 * mib * 2**20 * 15 / 16, 16, 1) for mib in (2, 4)}
-    sent = forwards * (messages[4] + messages[2]) + 2 * messages[2]
     own = planned.ranks[0]
     attending = _rank_seconds(planned, replace(own, layers=len(own.windows)))
     added = {name: seconds - attending[name] for name, seconds in _rank_seconds(planned, own).items()}
     layers = 24 * planned.stage.micro_batches
     assert added["attention"] == pytest.approx(layers * (forwards + 2) * flops * planned.tokens / rate)
-    expected = layers * planned.stage.micro_batch_sequences * sent
-    assert added["context-parallel messages"] == pytest.approx(expected)
 
 
 def test_what_makes_attention_cheaper_is_said(capsys: pytest.CaptureFixture[str]) -> None:
