@@ -63,10 +63,10 @@ class Comparison:
         ranks = self.setup.cluster.ranks
         if not self.setup.counted:
             return self.estimate.tokens_per_second / ranks
-        length = self.estimate.stage.seq_len
-        square = self.estimate.attention_flops * 2 * length / (length + 1)
         again = 4 / 3 if self.setup.counted == RECOMPUTED else 1.0
-        flops = (self.estimate.linear_flops + square) * again
+        flops = (
+            self.estimate.linear_flops + 2 * self.estimate.attention_flops
+        ) * again  # all pairs, not the causal half
         return flops / self.estimate.step_seconds / ranks / TERA
 
     @property

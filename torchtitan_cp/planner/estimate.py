@@ -4,8 +4,6 @@ from collections import Counter
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torchtitan_cp.attention import AttentionMask
-from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config
 from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction
@@ -37,16 +35,17 @@ class Volume(NamedTuple):
 class Estimate(PlannedStage):
     """A stage, and estimates of it that are computed when they are first read."""
 
-    @cached_property
+    @property
     def linear_flops(self) -> float:
-        """FLOPs of a step over all ranks, forward and backward, without recomputation."""
-        return model_flops(self.args, self.stage.seq_len)[0] * self.stage.global_batch_tokens
+        """FLOPs of a step over all ranks, forward and backward, without attention and recomputation."""
+        no_keys = [0.0] * self.args.n_layers
+        return flops_per_token(self.args, self.stage.seq_len, no_keys) * self.stage.global_batch_tokens
 
-    @cached_property
+    @property
     def attention_flops(self) -> float:
-        """FLOPs of attention, counted as `linear_flops`."""
-        pairs = model_flops(self.args, self.stage.seq_len)[1]
-        return pairs * self.stage.global_batch_tokens / self.stage.seq_len
+        """FLOPs of attention in a step, counted as a run counts them for its MFU."""
+        flops = flops_per_token(self.args, self.stage.seq_len) * self.stage.global_batch_tokens
+        return flops - self.linear_flops
 
     @cached_property
     def memory(self) -> Memory:
@@ -134,18 +133,6 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
         Estimate(run.config_of(stage).with_keys(**inactive), run.model_args, degrees, stage, cluster)
         for stage, degrees in zip(run.stages, run.degrees, strict=True)
     )
-
-
-def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
-    """FLOPs of training without recomputation: (per token in linear layers, per sequence in attention).
-
-    Counted as in `metrics.throughput.flops_per_token`, but with the exact number of allowed pairs.
-    """
-    bands = {window: AttentionMask().windowed(window).band for window in args.layer_windows}
-    keys = {window: count_pairs(seq_len, seq_len, band) / seq_len for window, band in bands.items()}
-    linear = flops_per_token(args, seq_len, [0.0] * args.n_layers)
-    whole = flops_per_token(args, seq_len, [keys[window] for window in args.layer_windows])
-    return linear, (whole - linear) * seq_len
 
 
 def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:

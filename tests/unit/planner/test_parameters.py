@@ -15,7 +15,6 @@ from torchtitan_cp.attention import attend, make_plan
 from torchtitan_cp.config import load_config
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.metrics.throughput import flops_per_token
-from torchtitan_cp.planner.estimate import model_flops
 from torchtitan_cp.planner.parameters import count_parameters, sized_model_args, total_parameters
 from torchtitan_cp.training.registry import register
 
@@ -43,7 +42,7 @@ def test_linear_flops_are_those_that_torch_counts() -> None:
         model(torch.zeros(1, 32, dtype=torch.int64), plan.positions, plan).sum().backward()
     # The operator of attention is ours, so the counter sees the linear layers alone. The embedding's rows have no
     # gradient to pass on, but every linear layer's input has one.
-    assert counter.get_total_flops() == model_flops(shape, 32)[0] * 32
+    assert counter.get_total_flops() == flops_per_token(shape, 32, [0.0] * shape.n_layers) * 32
 
 
 def test_a_token_meets_the_experts_it_goes_to_and_the_router() -> None:
@@ -55,26 +54,18 @@ def test_a_token_meets_the_experts_it_goes_to_and_the_router() -> None:
         model(torch.zeros(1, 32, dtype=torch.int64), plan.positions, plan)
     # For the balance of the experts the router runs a second time, and its sums are multiplied with the shares.
     router, balance = 3 * 64 * 8, 3 * 8
-    assert counter.get_total_flops() == (model_flops(shape, 32)[0] / 3 + 2 * router) * 32 + 2 * balance
+    assert counter.get_total_flops() == (flops_per_token(shape, 32, [0.0] * 3) / 3 + 2 * router) * 32 + 2 * balance
     counts = count_parameters(shape)
     assert counts.block - counts.active_matrices == 6 * 3 * 64 * 96 + 2 * 64
 
 
-def test_attention_flops_are_those_that_torch_counts_for_a_full_mask_times_its_causal_share() -> None:
+def test_attention_flops_are_half_of_those_that_torch_counts_for_a_full_mask() -> None:
     shape = LlamaArgs(64, 1, 4, 4, 16, 96, vocab_size=128)
     q = torch.randn(1, 4, 64, 16, requires_grad=True)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
-    assert model_flops(shape, 64)[1] == pytest.approx(counter.get_total_flops() * (64 * 65 / 2) / 64**2)
-
-
-@pytest.mark.parametrize("windows", [(0,), (1024, 0), (512,)])
-def test_flops_agree_with_those_that_a_run_reports(windows: tuple[int, ...]) -> None:
-    shape = dataclasses.replace(FLAVORS["1B"], windows=windows)
-    linear, attention = model_flops(shape, 65536)
-    reported = flops_per_token(shape, 65536)
-    # A run's formula gives a causal token S/2 keys, where it sees (S + 1)/2; at a window of 512, 511.5 and 512.
-    assert linear + attention / 65536 == pytest.approx(reported, rel=2e-3)
+    attention = flops_per_token(shape, 64) - flops_per_token(shape, 64, [0.0])
+    assert attention * 64 == pytest.approx(counter.get_total_flops() / 2)
 
 
 def test_the_vocabulary_is_the_shapes_or_else_the_tokenizers() -> None:

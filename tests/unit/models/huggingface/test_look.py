@@ -17,7 +17,6 @@ from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, REFUSED, SIZES, WINDOW
 from tests.support.huggingface_full_size import PUBLISHED
 from torchtitan_cp.metrics.throughput import flops_per_token, layer_costs
-from torchtitan_cp.planner.estimate import model_flops
 from torchtitan_cp.planner.parameters import count_parameters, total_parameters
 
 LLAMA3_8B: dict[str, Any] = {
@@ -147,7 +146,6 @@ def test_counts_and_costs_are_those_of_the_native_architecture(flavor: str, conf
     assert total_parameters(theirs) == total_parameters(ours) == theirs.look.parameters
     assert flops_per_token(theirs, 4096) == flops_per_token(ours, 4096)
     assert layer_costs(theirs, 4096) == layer_costs(ours, 4096)
-    assert model_flops(theirs, 4096) == model_flops(ours, 4096)
     for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "active_ffn_dim", "rotary_dim"):
         assert getattr(theirs, name) == getattr(ours, name), name
 
