@@ -17,6 +17,7 @@ from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Passkey
 
 CHARACTERS = {"name": (ascii_uppercase, 5), "key": (digits, 7), "word": (ascii_lowercase, 7)}
+MAX_DRAWS = 100  # of names that do not occur in the filler
 HOPS = 4
 ASSIGNMENT, COPY = " VAR {name} = {value}. ", " VAR {name} = VAR {other}. "
 CHAIN_QUESTION = (
@@ -80,7 +81,7 @@ class PromptWriter:
         opening, closing, special = self.frame
         filler = self.filler(number, length)
         filler = np.resize(filler[~np.isin(filler, special)], length)
-        texts, question, answer = VARIANTS[variant](self.settings, draw)
+        texts, question, answer = VARIANTS[variant](self, draw, filler)
         needles = [self._encode_after("\n", text) for text in texts]
         # After a header, an answer begins without a space.
         question, answer = question + closing, answer.lstrip() if closing else answer
@@ -108,36 +109,50 @@ class PromptWriter:
         same = np.append(both[: len(first)] == first[: len(both)], False)
         return both[same.argmin() :]
 
+    def question_and_answer(self, secret: Secret) -> tuple[str, str]:
+        """The question, and the answer with the space before it."""
+        question = self.settings.question.format(name=secret["name"], key="", word="").rstrip()
+        return question, self.settings.question.format(**secret)[len(question) :]
 
-def _draw_secrets(draw: np.random.Generator, count: int) -> list[Secret]:
-    """At most 26 secrets, whose names differ in their first letters."""
-    secrets: dict[str, Secret] = {}
-    while len(secrets) < count:
-        secret = {
-            part: "".join(characters[index] for index in draw.integers(0, len(characters), size))
-            for part, (characters, size) in CHARACTERS.items()
-        }
-        secrets.setdefault(secret["name"][0], secret)
-    return list(secrets.values())
+    def draw_secrets(self, draw: np.random.Generator, filler: np.ndarray, count: int) -> list[Secret]:
+        """Secrets whose names differ in their first letters and, if possible, do not occur in the filler.
+
+        A name does occur if a wording for small models uses only one letter of it.
+        """
+        secrets, attempts = dict[str, Secret](), 0
+        while len(secrets) < count:
+            secret = {
+                part: "".join(characters[index] for index in draw.integers(0, len(characters), size))
+                for part, (characters, size) in CHARACTERS.items()
+            }
+            attempts += 1
+            if attempts > MAX_DRAWS or not self._occurs(self.question_and_answer(secret)[0], filler):
+                secrets.setdefault(secret["name"][0], secret)
+        return list(secrets.values())
+
+    def _occurs(self, text: str, filler: np.ndarray) -> bool:
+        tokens = self._encode_after("\n", text)
+        if not 0 < len(tokens) <= len(filler):
+            return False
+        return bool((np.lib.stride_tricks.sliding_window_view(filler, len(tokens)) == tokens).all(1).any())
 
 
-def _passkey(settings: Passkey, draw: np.random.Generator, count: int = 1) -> PlantedText:
-    secrets = _draw_secrets(draw, count)
-    question = settings.question.format(name=secrets[0]["name"], key="", word="").rstrip()
-    answer = settings.question.format(**secrets[0])[len(question) :]  # with the space before it
-    return [settings.needle.format(**secret) for secret in secrets], question, answer
+def _passkey(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray, count: int = 1) -> PlantedText:
+    secrets = writer.draw_secrets(draw, filler, count)
+    needles = [writer.settings.needle.format(**secret) for secret in secrets]
+    return needles, *writer.question_and_answer(secrets[0])
 
 
-def _variable_tracking(settings: Passkey, draw: np.random.Generator) -> PlantedText:
-    secrets = _draw_secrets(draw, HOPS + 1)
+def _variable_tracking(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray) -> PlantedText:
+    secrets = writer.draw_secrets(draw, filler, HOPS + 1)
     names, value = [secret["name"] for secret in secrets], secrets[0]["key"]
     copies = [COPY.format(name=name, other=other) for other, name in pairwise(names)]
     chain = [ASSIGNMENT.format(name=names[0], value=value), *copies]
     return chain, CHAIN_QUESTION.format(value=value), "".join(f" {name}" for name in names)
 
 
-VARIANTS: dict[str, Callable[[Passkey, np.random.Generator], PlantedText]] = {
+VARIANTS: dict[str, Callable[[PromptWriter, np.random.Generator, np.ndarray], PlantedText]] = {
     "passkey": _passkey,
-    "multi_key": lambda settings, draw: _passkey(settings, draw, settings.keys),
+    "multi_key": lambda writer, draw, filler: _passkey(writer, draw, filler, writer.settings.keys),
     "variable_tracking": _variable_tracking,
 }

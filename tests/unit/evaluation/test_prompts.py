@@ -26,6 +26,7 @@ PASSKEY = Passkey(
     needle=" The magic number for {name} is: {key}. ", question=" What is the magic number for {name}? It is {key}"
 )
 LINES = ["The magic number for ABCDE is: 7654321. What is it? the grass is green, 0123456789."] * 99
+TERSE = Passkey(needle="{name:.1}{key:.2}", question="{name:.1}{key:.2}", keys=2)
 
 
 def encode(text: str) -> np.ndarray:
@@ -123,6 +124,16 @@ def test_a_length_that_the_wording_does_not_fit_gives_no_prompt_and_the_shortest
     assert "grass" not in text_of(whole)
 
 
+def test_a_name_that_the_filler_holds_is_not_taken() -> None:
+    def letters(number: int, count: int) -> np.ndarray:
+        return np.frombuffer(b"ABCDEFGHIJKLMNOPRSTUVWXYZ" * count, dtype=np.uint8)[:count].astype(np.int64)
+
+    for number in range(10):
+        prompt = PromptWriter(encode, letters, TERSE).write("passkey", 200, 0.5, number)
+        assert prompt
+        assert text_of(prompt).count("Q") == 2, "the only letter that is free, told and asked for"
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_prompt_within_a_frame_is_a_conversation_whose_answer_follows_the_assistants_header(variant: str) -> None:
     plain, framed = writer(), writer()
@@ -180,7 +191,7 @@ def test_tokens_of_a_prompt_are_those_of_its_text_where_a_tokenizer_begins_texts
         lambda text: tokenizer.encode_batch([text])[0], lambda number, count: filler[:count], settings
     )
     for number in range(5):
-        needles, question, answer = VARIANTS[variant](settings, np.random.default_rng([number, 1024]))
+        needles, question, answer = VARIANTS[variant](written, np.random.default_rng([number, 1024]), filler)
         prompt = written.write(variant, 1024, 1.0, number)
         assert prompt
         assert len(prompt.tokens) == 1024

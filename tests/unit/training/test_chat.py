@@ -69,7 +69,7 @@ def test_a_prompt_in_a_frame_has_the_tokens_of_the_conversation_and_its_answer(t
         length += 1
         prompt = written.write("passkey", length, 0.0, 0)
     draw = np.random.default_rng([0, length])
-    [needle], question, answer = VARIANTS["passkey"](written.settings, draw)
+    [needle], question, answer = VARIANTS["passkey"](written, draw, filler(0, length))
     turns = template.render([{"role": "user", "content": needle + question}], add_generation_prompt=True)
     assert prompt.tokens.tolist() == encode(turns + answer.lstrip()).tolist()
     assert own.decode(prompt.labels[prompt.labels != IGNORED]) == answer.lstrip()
