@@ -50,7 +50,7 @@ class Estimate(PlannedStage):
     @cached_property
     def memory(self) -> Memory:
         """The peak of a step on the pipeline rank that holds most."""
-        phases = (memory for own in self.ranks for memory in rank_memory(self, own))
+        phases = (memory for pp_rank in self.ranks for memory in rank_memory(self, pp_rank))
         return max(phases, key=lambda memory: memory.total)
 
     @property
@@ -60,7 +60,7 @@ class Estimate(PlannedStage):
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Seconds of a step on the slowest pipeline rank, by what they are spent on."""
-        return max((_rank_seconds(self, own) for own in self.ranks), key=lambda seconds: sum(seconds.values()))
+        return max((_rank_seconds(self, pp_rank) for pp_rank in self.ranks), key=lambda seconds: sum(seconds.values()))
 
     @property
     def step_seconds(self) -> float:
@@ -96,7 +96,7 @@ class Estimate(PlannedStage):
     def volumes(self) -> dict[str, Volume]:
         """Bytes that the busiest sender sends for attention, by strategy; hybrid only if it is possible."""
         stage, inner = self.stage, self.config.context_parallel.all_to_all_ranks
-        windows = [window for own in self.ranks for window in own.windows]
+        windows = [window for pp_rank in self.ranks for window in pp_rank.windows]
         forwards = 2 if self.config.activation.checkpoint == "full" else 1
         volumes = {}
         for strategy in STRATEGY_COSTS:
@@ -105,7 +105,7 @@ class Estimate(PlannedStage):
             costs = {window: self.attention(strategy, window) for window in set(windows)}
             mean = sum(costs[window].forward_bytes + costs[window].backward_bytes for window in windows) / len(windows)
             sent = {window: forwards * cost.forward_bytes + cost.backward_bytes for window, cost in costs.items()}
-            step = max(sum(sent[window] for window in own.windows) for own in self.ranks)
+            step = max(sum(sent[window] for window in pp_rank.windows) for pp_rank in self.ranks)
             volumes[strategy] = Volume(mean, step * (stage.micro_batches * stage.micro_batch_sequences))
         return volumes
 
@@ -135,26 +135,26 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
     )
 
 
-def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
+def _rank_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
     """Seconds of a step of one pipeline rank, by what they are spent on."""
     config, stage, degrees = planned.config, planned.stage, planned.degrees
     layers = [
         (count, _layer_seconds(planned, planned.attention(planned.layer_strategy(window), window), window))
-        for window, count in Counter(own.windows).items()
+        for window, count in Counter(pp_rank.windows).items()
     ]
-    if states := own.layers - len(own.windows):
+    if states := pp_rank.layers - len(pp_rank.windows):
         # Messages of states are not counted; they were below half a percent of a step in every recipe.
         layer = _layer_seconds(planned, LayerCost(0, 0.0, 0.0, 0.0, 0.0), 0)
         layer["attention"] += _recurrence_seconds(planned)
         layers.append((states, layer))
-    total = _outer_seconds(planned, own)
+    total = _outer_seconds(planned, pp_rank)
     for count, layer in layers:
         for name, seconds in layer.items():
             total[name] = total.get(name, 0.0) + count * stage.micro_batches * seconds
     if degrees.pp > 1:
-        share = bubble_fraction(config.parallel, degrees.pp, own.pipeline_stages, stage.micro_batches)
+        share = bubble_fraction(config.parallel, degrees.pp, pp_rank.pipeline_stages, stage.micro_batches)
         total["pipeline bubble"] = sum(total.values()) * share / (1 - share)
-    moved = own.parameters / degrees.fsdp * FP32_BYTES * OPTIMIZER_PASSES
+    moved = pp_rank.parameters / degrees.fsdp * FP32_BYTES * OPTIMIZER_PASSES
     on_host = config.parallel.fsdp_cpu_offload or config.optimizer.offload_state
     total["optimizer"] = moved / HOST_BANDWIDTH if on_host else planned.cluster.memory_seconds(moved)
     return total
@@ -249,16 +249,16 @@ def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> 
     return max(0.0, copied - forward) + max(0.0, copied - backward)
 
 
-def _outer_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
+def _outer_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
     """Seconds of a step for the output layer and loss, the outer parameters, and messages between pipeline ranks."""
     args, degrees, cluster = planned.args, planned.degrees, planned.cluster
     tokens, times = planned.tokens, planned.stage.micro_batches
-    matrix = -(-args.vocab_size // degrees.tp) * args.dim if own.is_last else 0
+    matrix = -(-args.vocab_size // degrees.tp) * args.dim if pp_rank.is_last else 0
     fused = FUSED if planned.config.compile.enable and degrees.tp == 1 else 1.0
     logits = tokens * matrix / args.dim * FP32_BYTES * LOGIT_PASSES * fused
     rate = cluster.rate(planned.config.training.compute_dtype, cluster.accelerator.linear)
     hidden = tokens * args.dim * planned.element_bytes
-    gather, reduce, reduce_last = _fsdp_seconds(planned, own.outer_parameters)
+    gather, reduce, reduce_last = _fsdp_seconds(planned, pp_rank.outer_parameters)
     seconds = {
         "linear layers": 6 * matrix * tokens * times / rate,
         "elementwise kernels": cluster.memory_seconds(logits) * times,
@@ -268,5 +268,5 @@ def _outer_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     if degrees.pp > 1:
         stride = degrees.dp_replicate * degrees.fsdp * degrees.tp
         one = cluster.message_seconds(hidden / planned.degrees.tp, degrees.pp, stride)
-        seconds["pipeline messages"] = 2 * own.pipeline_stages * times * one
+        seconds["pipeline messages"] = 2 * pp_rank.pipeline_stages * times * one
     return seconds

@@ -130,24 +130,24 @@ Phase = tuple[str, dict[str, float]]
 """Name of a phase, and the bytes by kind that exist only in it."""
 
 
-def rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
+def rank_memory(planned: PlannedStage, pp_rank: PlannedRank) -> Iterator[Memory]:
     """Memory in those phases of a step on a pipeline rank that may be the peak."""
-    weights, block = _gathered_weights(planned, own), block_bytes(planned)
+    weights, block = _gathered_weights(planned, pp_rank), block_bytes(planned)
     kept = (0.0, 0.0, 0.0) if planned.config.activation.offload else kept_bytes(planned, block)
-    in_block = _block_phases(planned, own, block, kept[2], weights)
+    in_block = _block_phases(planned, pp_rank, block, kept[2], weights)
     layer = dict(zip(("block_inputs", "attention", "mlp"), kept, strict=True))
-    activations = {kind: own.kept_layers * size for kind, size in layer.items()}
-    waiting = {"loss": _waiting_losses(planned, own)}
-    at_first = at_last = shards = _shards(planned, own)
+    activations = {kind: pp_rank.kept_layers * size for kind, size in layer.items()}
+    waiting = {"loss": _waiting_losses(planned, pp_rank)}
+    at_first = at_last = shards = _shards(planned, pp_rank)
     if planned.stage.micro_batches == 1 or planned.degrees.pp > 1:
         # Gradients are reduced once a step: a layer's shard exists once the layer has run backward.
         at_first = shards | {"gradients": 0.0}
-        at_last = shards | {"gradients": shards["gradients"] * (1 - 1 / own.layers)}
-    for name, extra in _loss_phases(planned, own, weights):
+        at_last = shards | {"gradients": shards["gradients"] * (1 - 1 / pp_rank.layers)}
+    for name, extra in _loss_phases(planned, pp_rank, weights):
         yield _memory(name, at_first, activations, waiting, extra)
     for name, extra in in_block:
         yield _memory(f"{name} of the first layer backward", at_first, activations, waiting, extra)
-    if own.kept_layers == own.layers:
+    if pp_rank.kept_layers == pp_rank.layers:
         # One micro-batch at a time: when the last layer runs backward, the activations of the others are freed.
         for name, extra in in_block:
             yield _memory(f"{name} of the last layer backward", at_last, layer, waiting, extra)
@@ -158,36 +158,36 @@ def _memory(phase: str, *parts: dict[str, float]) -> Memory:
     return Memory(phase, {kind: sum(part.get(kind, 0.0) for part in parts) for kind in KINDS})
 
 
-def _shards(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
+def _shards(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
     """Bytes on the device of a rank's shards of weights, gradients and optimizer state."""
     config, fsdp = planned.config, planned.degrees.fsdp
     if config.parallel.fsdp_cpu_offload:
         return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
-    shard = own.parameters / fsdp
+    shard = pp_rank.parameters / fsdp
     moments = QUANTIZED_MOMENTS if config.optimizer.state == "8bit" else 2 * FP32_BYTES
     # Muon has only a momentum.
-    by_muon = own.layers * planned.counts.muon / fsdp if config.optimizer.name == "muon" else 0.0
+    by_muon = pp_rank.layers * planned.counts.muon / fsdp if config.optimizer.name == "muon" else 0.0
     state = 0.0 if config.optimizer.offload_state else (shard - by_muon) * moments + by_muon * FP32_BYTES
     return {"weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state}
 
 
-def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
+def _gathered_weights(planned: PlannedStage, pp_rank: PlannedRank) -> float:
     """Bytes of gathered weights: the outer ones, and those of the running layers, or of all layers in a pipeline."""
     parallel, block = planned.config.parallel, planned.gathered_block
     # The backward of a pipeline leaves all weights gathered, whatever its forward does.
     freed = parallel.fsdp_reshard != "never" and parallel.pp == 1
     # One layer runs, and the next ones are gathered ahead, but experts that are wrapped apart are not gathered ahead.
-    blocks = min(own.layers, 1 + parallel.fsdp_prefetch) if freed else own.layers
+    blocks = min(pp_rank.layers, 1 + parallel.fsdp_prefetch) if freed else pp_rank.layers
     ahead = (blocks - 1) * planned.gathered_experts if freed else 0.0
-    gathered = (blocks * block - ahead + own.outer_parameters) * planned.element_bytes
+    gathered = (blocks * block - ahead + pp_rank.outer_parameters) * planned.element_bytes
     # A pipeline reduces once a step; until then whole gradients add up.
-    whole = own.parameters + own.layers * (block - planned.counts.block)
+    whole = pp_rank.parameters + pp_rank.layers * (block - planned.counts.block)
     return gathered + (whole * planned.reduce_bytes if parallel.pp > 1 else 0)
 
 
-def _loss_phases(planned: PlannedStage, own: PlannedRank, weights: float) -> list[Phase]:
+def _loss_phases(planned: PlannedStage, pp_rank: PlannedRank, weights: float) -> list[Phase]:
     """The loss forward, with the logits of a chunk, and backward, with two gradients of the output matrix."""
-    if not own.is_last:
+    if not pp_rank.is_last:
         return []
     args, tp, c = planned.args, planned.degrees.tp, planned.element_bytes
     rows = -(-args.vocab_size // tp)
@@ -205,9 +205,9 @@ def _loss_phases(planned: PlannedStage, own: PlannedRank, weights: float) -> lis
     ]
 
 
-def _waiting_losses(planned: PlannedStage, own: PlannedRank) -> float:
+def _waiting_losses(planned: PlannedStage, pp_rank: PlannedRank) -> float:
     """Gradients that the losses of other micro-batches have already made: gpipe runs all forwards first."""
-    if not (own.is_last and planned.degrees.pp > 1 and planned.config.parallel.pp_schedule == "gpipe"):
+    if not (pp_rank.is_last and planned.degrees.pp > 1 and planned.config.parallel.pp_schedule == "gpipe"):
         return 0.0
     matrix = -(-planned.args.vocab_size // planned.degrees.tp) * planned.args.dim
     one = matrix * FP32_BYTES + planned.tokens * planned.args.dim * planned.element_bytes
@@ -215,12 +215,12 @@ def _waiting_losses(planned: PlannedStage, own: PlannedRank) -> float:
 
 
 def _block_phases(
-    planned: PlannedStage, own: PlannedRank, block: BlockBytes, kept_mlp: float, weights: float
+    planned: PlannedStage, pp_rank: PlannedRank, block: BlockBytes, kept_mlp: float, weights: float
 ) -> list[Phase]:
     """The backward of a layer: its MLP, its attention and what else may be the peak."""
     args, c, tp, activation = planned.args, planned.element_bytes, planned.degrees.tp, planned.config.activation
     mode, tiles = activation.checkpoint, activation.mlp_tiles
-    output = -(-args.vocab_size // tp) * args.dim * c if own.is_last else 0
+    output = -(-args.vocab_size // tp) * args.dim * c if pp_rank.is_last else 0
     # A block's whole gradients, and those of the previous one in transit; for experts that are wrapped apart only one
     # of the two. In a pipeline they add up in `weights`.
     reduced = planned.gathered_block * (c + planned.reduce_bytes) + output

@@ -56,8 +56,8 @@ def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
     chosen = min(days, key=lambda choice: days[choice])
     reasons = _choice_reasons(chosen, days, list(tried))
     stages = config.curriculum.stages
-    if own := [i for i, stage in enumerate(stages) if (stage.tp, stage.pp, stage.activation.checkpoint) != (None,) * 3]:
-        reasons.append(f"curriculum.stages {own}: their own tp, pp and activation.checkpoint are left out")
+    if overriding := [i for i, stage in enumerate(stages) if stage.tp or stage.pp or stage.activation.checkpoint]:
+        reasons.append(f"curriculum.stages {overriding}: their own tp, pp and activation.checkpoint are left out")
     found = []
     for stage, estimate, options in zip(stages, picked[chosen], tried[chosen], strict=True):
         reasons.append(_stage_reason(estimate, options))

@@ -112,7 +112,7 @@ class PlannedStage:
     @property
     def dispatch_bytes(self) -> float:
         """Bytes of all-to-alls in a step, on the rank with most layers, including what stays on the rank."""
-        layers = max(own.layers for own in self.ranks)
+        layers = max(pp_rank.layers for pp_rank in self.ranks)
         return layers * self.stage.micro_batches * self.dispatch_passes * self.sent_to_experts
 
     @cached_property

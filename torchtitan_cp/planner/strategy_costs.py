@@ -133,17 +133,17 @@ def busiest_layer(mask: AttentionMask, window: int, heads: Heads, rates: Rates, 
     return LayerCost(*map(max, zip(*layers, strict=True)))
 
 
-def _ring_messages(plan: Plan, own: Heads, rates: Rates, forward: list[float], backward: list[float]) -> Messages:
+def _ring_messages(plan: Plan, heads: Heads, rates: Rates, forward: list[float], backward: list[float]) -> Messages:
     """An all-to-all, which nothing hides, around a ring; either may have only one rank.
 
     The next keys travel while a step is computed; in the backward, the previous step's gradients travel back with them.
     """
     traded, steps = plan.all_to_all_ranks, plan.steps
     part = (traded - 1) * plan.local_tokens
-    qkv, out = (part * own.element_bytes * own.dim * heads for heads in (own.query + 2 * own.key, own.query))
-    log_sum_exp = part * own.query * FP32_BYTES  # sent with the output
-    keys = sum(count_rows(step.send) for step in steps[1:]) * own.kv_row_bytes
-    returned = sum(count_rows(step.receive) for step in steps[1:]) * own.gradient_row_bytes
+    qkv, out = (part * heads.element_bytes * heads.dim * count for count in (heads.query + 2 * heads.key, heads.query))
+    log_sum_exp = part * heads.query * FP32_BYTES  # sent with the output
+    keys = sum(count_rows(step.send) for step in steps[1:]) * heads.kv_row_bytes
+    returned = sum(count_rows(step.receive) for step in steps[1:]) * heads.gradient_row_bytes
     all_to_all_seconds = sum(rates.cluster.all_to_all_seconds(message, traded, rates.stride) for message in (qkv, out))
 
     def seconds(message: float) -> float:
@@ -155,16 +155,16 @@ def _ring_messages(plan: Plan, own: Heads, rates: Rates, forward: list[float], b
     for following, previous, forward_seconds, backward_seconds in zip(
         [*rows[1:], 0], [0, *rows[:-1]], forward, backward, strict=True
     ):
-        arriving = following * own.kv_row_bytes
+        arriving = following * heads.kv_row_bytes
         waits[0] += max(0.0, seconds(arriving) - forward_seconds)
-        waits[1] += max(0.0, seconds(arriving + previous * own.gradient_row_bytes) - backward_seconds)
-    waits[1] += seconds(rows[-1] * own.gradient_row_bytes)
+        waits[1] += max(0.0, seconds(arriving + previous * heads.gradient_row_bytes) - backward_seconds)
+    waits[1] += seconds(rows[-1] * heads.gradient_row_bytes)
     return qkv + out + log_sum_exp + keys, out + qkv + keys + returned, waits[0], waits[1]
 
 
 def _ring_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) -> float:
-    own, rows, c = heads.after_all_to_all(traded), tokens * traded, heads.element_bytes
-    q, kv = own.query * own.dim, own.key * 2 * own.dim
+    traded_heads, rows, c = heads.after_all_to_all(traded), tokens * traded, heads.element_bytes
+    q, kv = traded_heads.query * traded_heads.dim, traded_heads.key * 2 * traded_heads.dim
     message = rows * (q + kv) * c if traded > 1 else 0.0
     if ranks == traded:
         sums = FP32_BYTES if c < FP32_BYTES else 0  # in which a kernel adds up dq, tile by tile
