@@ -1,9 +1,8 @@
-"""Sizes of a causal language model of transformers: its config.json, and what the look at it says."""
+"""Sizes of a causal language model of transformers, from its config.json and from a look at the model."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any
@@ -14,30 +13,27 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.huggingface.look import LayerLook, Look, look_at
 
-# Of how the checkpoint is stored, of the library or of this machine, not of the model.
-_STORED = "dtype", "torch_dtype", "quantization_config"
-_DROPPED = (*_STORED, "transformers_version", "architectures", "auto_map", "_name_or_path")
+# Keys about the files, the library or this machine, not about the model.
+_FILE_KEYS = ("dtype", "torch_dtype", "quantization_config", "architectures", "auto_map", "_name_or_path")
+_DROPPED = (*_FILE_KEYS, "transformers_version")
 
 
 @dataclass(frozen=True)
 class HuggingFaceArgs:
-    """A model's config.json, and its sizes as the planner asks for them (see models/architecture.py).
+    """A model's config.json, and its sizes as the trainer and the planner need them (see models/architecture.py).
 
     Attributes:
-        config: of the text model, with overrides.
+        config: config.json of the text model, with overrides.
         vocab_size: V; 0 takes the tokenizer's.
     """
 
     config: dict[str, Any]
     vocab_size: int = 0
 
-    def __hash__(self) -> int:
-        return hash((json.dumps(self.config, sort_keys=True), self.vocab_size))
-
     @cached_property
     def look(self) -> Look:
         """Raises ValueError: the model cannot be trained as it is."""
-        return _look(self)
+        return _look(json.dumps(self.sizes, sort_keys=True))
 
     dim = property(attrgetter("look.dim"))
     tie_embeddings = property(attrgetter("look.tie_embeddings"))
@@ -153,43 +149,22 @@ class HuggingFaceArgs:
 
 
 @lru_cache(maxsize=8)
-def _look(args: HuggingFaceArgs) -> Look:
+def _look(sizes: str) -> Look:
     with torch.device("cpu"):  # the caller may be building on meta
-        return look_at(transformers_config(args))
-
-
-def transformers_config(args: HuggingFaceArgs) -> PreTrainedConfig:
-    """The config from which transformers builds the model, with our attention and without a cache."""
-    config = parse_config(args.sizes)
-    config._attn_implementation, config.use_cache = "torchtitan_cp", False
-    return config
+        return look_at(parse_config(json.loads(sizes)))
 
 
 def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> HuggingFaceArgs:
     """The args of a config.json; of a multimodal one, those of its text model.
 
     Raises:
-        ValueError: transformers has no such model, or cannot make it of these values, or the look refuses it.
+        ValueError: transformers has no such model, or cannot build it with these values, or the look refuses it.
     """
-    whole = parse_config(config)
-    text = whole.get_text_config(decoder=True)
-    if type(text) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"transformers has no causal language model of type {text.model_type!r}")
-    given = next((config.get(key) for key, part in vars(whole).items() if part is text), config)
+    text, sizes = _text_model(config)
     known = text.to_dict()
     if unknown := [key for key in overrides if key not in known and key not in text.attribute_map]:
-        near = get_close_matches(unknown[0], known, n=1)
-        meant = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
-        raise ValueError(f"{type(text).__name__} has no {unknown[0]!r}; {meant}")
-    # Beside text_config it comes first.
-    tie = {key: getattr(whole, key) for key in config.keys() & {"tie_word_embeddings"}}
-    sizes = given = {**(given or {}), **tie, "model_type": text.model_type}
-    # What a multimodal config has for its text model in place of the text model's own defaults, and of what follows
-    # from these.
-    for _ in range(2):
-        made = parse_config(sizes).to_dict()
-        sizes = sizes | {key: value for key, value in known.items() if key not in given and value != made.get(key)}
-    if layers := overrides.get("num_hidden_layers"):  # what has a value for each layer
+        raise ValueError(f"{type(text).__name__} has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    if layers := overrides.get("num_hidden_layers"):  # shorten the lists with a value for each layer
         lists = {key: value for key, value in sizes.items() if isinstance(value, list)}
         sizes |= {key: value[:layers] for key, value in lists.items() if len(value) == text.num_hidden_layers}
     sizes = {**sizes, **overrides}
@@ -197,16 +172,34 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     sizes = parse_config({**sizes, "vocab_size": vocab_size or text.vocab_size}).to_dict()
     kept = {key: value for key, value in sizes.items() if key not in _DROPPED}
     args = HuggingFaceArgs(json.loads(json.dumps(kept)), vocab_size)
-    name, routers = args.look.model_class, args.look.routers
-    if args.config.get("output_router_logits") and "aux_loss_coef" in args.config:
-        raise ValueError(f"{name} has a balance loss that is not taken over: set output_router_logits = false")
-    if args.balance and not (routers and args.experts_per_token):
-        raise ValueError(f"{name} has no experts whose balance can be counted: set output_router_logits = false")
+    look = args.look  # refuses models that cannot be trained
+    uncounted = args.balance and not (look.routers and args.experts_per_token)
+    if uncounted or (args.config.get("output_router_logits") and "aux_loss_coef" in args.config):
+        raise ValueError(f"the balance loss of {look.model_class} is not supported: set output_router_logits = false")
     return args
 
 
+def _text_model(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The text model's config, and the keys that its own class needs to make the same config."""
+    whole = parse_config(config)
+    text = whole.get_text_config(decoder=True)
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"transformers has no causal language model of type {text.model_type!r}")
+    written = next((config.get(key) for key, part in vars(whole).items() if part is text), config) or {}
+    # Beside text_config this key has precedence.
+    tie = {key: getattr(whole, key) for key in config.keys() & {"tie_word_embeddings"}}
+    sizes = written = {**written, **tie, "model_type": text.model_type}
+    # A multimodal config may have other defaults for its text model than the text model's class. A second pass adds
+    # values that follow from these.
+    for _ in range(2):
+        alone = parse_config(sizes).to_dict()
+        missing = {key: value for key, value in text.to_dict().items() if key not in written}
+        sizes = sizes | {key: value for key, value in missing.items() if value != alone.get(key)}
+    return text, sizes
+
+
 def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """A config.json as transformers reads it. Raises ValueError: it does not."""
+    """A config.json as transformers reads it. Raises ValueError: transformers refuses it."""
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         why = "and code from a checkpoint is not run" if config.get("auto_map") else "in this version"

@@ -9,6 +9,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import accumulate
+from operator import add, le
 from typing import Any
 
 import torch
@@ -17,132 +19,136 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from models.huggingface.args import HuggingFaceArgs, parse_config, transformers_config
+from models.huggingface.args import HuggingFaceArgs, parse_config
 from models.huggingface.init import on_meta
 
 logger = logging.getLogger(__name__)
 
 LAYER = re.compile(r"layers\.(\d+)\.")
 
-# With these, stored tensors of one shape lie side by side in ours, or ours lie in a stored one, so that a rank can read
-# its share alone.
-SIDE_BY_SIDE = "", "MergeModulelist", "MergeModulelist, Concatenate", "Split"
+# Chains of operations after which stored tensors lie side by side in ours, or ours in a stored one, so that a rank can
+# read its share alone.
+READABLE_CHAINS = "MergeModulelist", "MergeModulelist, Concatenate", "Split"
 
 
 @torch.no_grad()
 def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any], read: Callable[..., bool]) -> None:
-    """Fill parameters and persistent buffers in place, each rank reading its own share.
+    """Fill parameters and persistent buffers in place; each rank reads its own share.
 
     Args:
         causal: plain, or sharded in any way; tied weights are one parameter.
         stored: hub name -> tensor in a file, as `safe_open(...).get_slice` gives it.
-        read: (stored tensor, where it begins in ours, ours, compare=) reads this rank's share of it, or says whether it
-            is equal to what is there.
+        read: (stored tensor, where it begins in ours, ours, compare=) reads this rank's share. With `compare` it
+            changes nothing, and returns whether the share is equal to what is there.
 
     Raises:
-        ValueError: tensors are missing, or of another shape, or the model has no place for them.
+        ValueError: tensors are missing or have another shape, or the model has no place for them.
     """
-    own = causal.state_dict(keep_vars=True)
-    rules = _rules(causal, legacy=True)
-    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
-    unknown = []
-    # How many tensors of a pattern our tensor has had, and how many of its values.
-    numbers, counts = Counter[tuple[str, str | None]](), Counter[Tensor]()
+    ours = causal.state_dict(keep_vars=True)
+    placement = _Placement(causal, ours)
+    values_read, unused = Counter[Tensor](), []
     for hub_name in sorted(stored, key=loading.dot_natural_key):
-        tensor = stored[hub_name]
-        name, pattern = loading.rename_source_key(hub_name, renamings, converters, causal.base_model_prefix, own)
-        if name not in own and hub_name in own:
-            name, pattern = hub_name, None
-        if name not in own:
-            unknown.append(hub_name)
-            continue
-        size, rows = tensor.get_shape(), 0
-        targets = next((rule.target_patterns for rule in converters if pattern in rule.source_patterns), [name])
-        for name in [name.replace(targets[0], target) for target in targets]:
-            whole = own[name]
-            start, shape = _box(converters, pattern, numbers[name, pattern], list(size))
-            if len(targets) > 1:  # what is stored begins before ours
-                start[0], shape[0], rows = -rows, len(whole), rows + len(whole)
-            numbers[name, pattern] += 1
-            beyond = any(begin + length > most for begin, length, most in zip(start, shape, whole.shape, strict=False))
-            if len(shape) != whole.ndim or beyond or (pattern is None and shape != list(whole.shape)):
-                raise ValueError(f"has {hub_name} of {size}, and the model's {name} is {list(whole.shape)}")
-            tied = counts[whole] == whole.numel()
-            if not read(tensor, start, whole, compare=tied):
+        size = stored[hub_name].get_shape()
+        places = placement.find(hub_name, size)
+        if not places:
+            unused.append(hub_name)
+        for name, start in places:
+            whole = ours[name]
+            tied = values_read[whole] == whole.numel()
+            if not read(stored[hub_name], start, whole, compare=tied):
                 raise ValueError(f"has other values in {hub_name} than in the weight that it is tied to")
-            counts[whole] += 0 if tied else math.prod(shape)
-        if rows and rows != size[0]:
-            raise ValueError(f"has {hub_name} of {size}, and the model has {rows} rows for it, {name} the last")
-    _check_unknown(causal, unknown, stored)
-    missing = [name for name, tensor in own.items() if counts[tensor] != tensor.numel()]
+            if not tied:
+                values_read[whole] += min(math.prod(size), whole.numel())
+    _check_unused(causal, unused)
+    missing = [name for name, whole in ours.items() if values_read[whole] != whole.numel()]
     if missing:
         raise ValueError(f"lacks some of {', '.join(missing[:3])} of the model ({len(missing)} such tensors)")
 
 
-def _rules(causal: PreTrainedModel, *, legacy: bool) -> list[Any]:
-    """How names and tensors of the hub become ours.
+class _Placement:
+    """Finds where stored tensors belong in ours.
 
     Args:
-        legacy: also the names of old files.
+        ours: name -> parameter or buffer of the model.
 
     Raises:
-        ValueError: shares of a tensor cannot be read alone.
+        ValueError: a rank could not read its share of some tensor alone.
     """
-    rules = get_model_conversion_mapping(causal, add_legacy=legacy)
-    for rule in rules:
-        operations = ", ".join(type(operation).__name__ for operation in getattr(rule, "operations", []))
-        if operations not in SIDE_BY_SIDE:
-            raise ValueError(f"has {rule.target_patterns[0]} in a form that is not supported: {operations}")
-    return rules
+
+    def __init__(self, causal: PreTrainedModel, ours: dict[str, Tensor]) -> None:
+        rules = get_model_conversion_mapping(causal, add_legacy=True)
+        self.renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+        self.converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+        for rule in self.converters:
+            chain = ", ".join(type(operation).__name__ for operation in rule.operations)
+            if chain not in READABLE_CHAINS:
+                raise ValueError(f"has {rule.target_patterns[0]} in a form that is not supported: {chain}")
+        self.prefix, self.ours = causal.base_model_prefix, ours
+        self.found = Counter[tuple[str, str | None]]()  # tensors so far, by our name and the pattern that matched
+
+    def find(self, hub_name: str, size: list[int]) -> list[tuple[str, list[int]]]:
+        """The names of ours of which a stored tensor of this size is a part, and where it begins in each.
+
+        A tensor that holds several of ours begins before all but the first. Call this in the order of hub names.
+
+        Raises:
+            ValueError: the tensor does not fit.
+        """
+        name, pattern = loading.rename_source_key(hub_name, self.renamings, self.converters, self.prefix, self.ours)
+        if name not in self.ours:
+            name, pattern = hub_name, None
+        if name not in self.ours:
+            return []
+        whole = list(self.ours[name].shape)
+        rule: Any = next((rule for rule in self.converters if pattern in rule.source_patterns), None)
+        if rule is None:
+            places, fits = [(name, [0] * len(size))], size == whole
+        elif len(rule.target_patterns) > 1:
+            names = [name.replace(rule.target_patterns[0], target) for target in rule.target_patterns]
+            ends = list(accumulate(len(self.ours[part]) for part in names))
+            places = [(part, [-begin] + [0] * (len(size) - 1)) for part, begin in zip(names, [0, *ends], strict=False)]
+            whole = [ends[-1], *whole[1:]]
+            fits = size == whole
+        else:
+            start, shape = [0] * len(size), size
+            for operation in rule.operations:
+                if isinstance(operation, loading.MergeModulelist):
+                    start, shape = [self.found[name, pattern], *start], [1, *shape]
+                elif isinstance(operation, loading.Concatenate):
+                    start[operation.dim] = rule.source_patterns.index(pattern) * shape[operation.dim]
+            places, fits = [(name, start)], len(shape) == len(whole) and all(map(le, map(add, start, shape), whole))
+        if not fits:
+            raise ValueError(f"has {hub_name} of {size}, and the model's {name} is {whole}")
+        self.found[name, pattern] += 1
+        return places
 
 
-def _check_unknown(causal: PreTrainedModel, hub_names: list[str], stored: Mapping[str, Any]) -> None:
-    """Drop old buffers and heads that predict further tokens; refuse everything else that the model lacks.
+def _check_unused(causal: PreTrainedModel, hub_names: list[str]) -> None:
+    """Ignore old buffers and heads that predict further tokens; refuse everything else that the model lacks.
 
-    Such a head may be stored as a layer behind the others, with tensors that no other has.
+    A layer with an `eh_proj`, which joins a hidden state with an embedding, is such a head.
     """
-    rest = [name for name in hub_names if not name.endswith("rotary_emb.inv_freq")]
-    heads = "|".join([r"(^|\.)mtp\.", *(causal._keys_to_ignore_on_load_unexpected or [])])
-    most = getattr(causal.config, "num_nextn_predict_layers", 1) or 1
-    used = Counter(LAYER.sub("", name) for name in stored)
-    own = {number for name in rest for number in LAYER.findall(name) if used[LAYER.sub("", name)] <= most}
-    layers = causal.config.num_hidden_layers
-    for name in rest:
-        if not re.search(heads, name) and not any(int(n) >= layers and n in own for n in LAYER.findall(name)):
+    unused = [name for name in hub_names if not name.endswith("rotary_emb.inv_freq")]
+    ignored = "|".join([r"(^|\.)mtp\.", *(causal._keys_to_ignore_on_load_unexpected or [])])
+    heads = {number for name in unused if ".eh_proj." in name for number in LAYER.findall(name)}
+    for name in unused:
+        if not re.search(ignored, name) and heads.isdisjoint(LAYER.findall(name)):
+            layers = causal.config.num_hidden_layers
             raise ValueError(f"has {name}, which the model of {layers} layers has no place for")
-    if rest:
-        logger.warning("%d stored tensors that this model does not use are left out, as %s", len(rest), rest[0])
-
-
-def _box(converters: list[Any], pattern: str | None, number: int, shape: list[int]) -> tuple[list[int], list[int]]:
-    """Where a stored tensor begins in ours, which may stack several or have them side by side, and its shape there.
-
-    Args:
-        pattern: of the converter that matched; None: it is all of ours.
-        number: of the tensor among those of the pattern.
-        shape: of the tensor.
-    """
-    start = [0] * len(shape)
-    for patterns, operations in ((rule.source_patterns, rule.operations) for rule in converters):
-        for operation in operations if pattern in patterns else ():
-            if isinstance(operation, loading.MergeModulelist):
-                start, shape = [number, *start], [1, *shape]
-            elif isinstance(operation, loading.Concatenate):
-                start[operation.dim] = patterns.index(pattern) * shape[operation.dim]
-    return start, shape
+    if unused:
+        logger.warning("%d stored tensors that this model does not use are left out, as %s", len(unused), unused[0])
 
 
 def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]:
-    """A function that turns a tensor of ours into the hub's: a parameter in this dtype, a buffer as it is.
+    """A function (name, tensor, dtype) -> the hub's tensors: parameters in this dtype, buffers as they are.
 
-    A weight that is tied to another gives none.
+    It returns nothing for a weight that is tied to another.
     """
-    shadow = on_meta(transformers_config(args))
-    # A prefix would be that of a model with images; what is split when it is read can be stored apart.
-    rules = [rule for rule in _rules(shadow, legacy=False) if not isinstance(rule, loading.PrefixChange)]
+    shadow = on_meta(parse_config(args.sizes))
+    # A prefix is for a model with images; tensors that are split on reading may be stored separately.
+    rules = get_model_conversion_mapping(shadow, add_legacy=False)
     kept = [rule for rule in rules if isinstance(rule, loading.WeightRenaming) or len(rule.target_patterns) == 1]
-    vars(shadow)["_weight_conversions"] = kept
+    vars(shadow)["_weight_conversions"] = [rule for rule in kept if not isinstance(rule, loading.PrefixChange)]
     parameters, tied = dict(shadow.named_parameters()), shadow.all_tied_weights_keys
 
     def to_hub(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -156,15 +162,15 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
     """A config.json.
 
     Args:
-        length: as trained.
-        rope: `rope_parameters` of the full-attention layers as trained; None: the model's own.
+        length: of the sequences it was trained on.
+        rope: `rope_parameters` with which the full-attention layers were trained; None: the model's own.
 
     Raises:
         ValueError: the format cannot express them.
     """
     values = copy.deepcopy(args.sizes) | {"architectures": [args.look.model_class]}
     own = values.get("rope_parameters") or {}
-    # Layers with windows keep rotary embeddings of their own.
+    # A separate rotary embedding of layers with windows stays as it is.
     full = own.get("full_attention", own) or {}
     kind = full.get("rope_type")
     if rope:
@@ -180,8 +186,10 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
         full.update(rope, **kept)
         if values.get("original_max_position_embeddings"):
             values["original_max_position_embeddings"] = rope.get("original_max_position_embeddings", length)
-    # Where these follow the length, it stays; without a rotary embedding, it is that of a weight.
+    # The frequencies of these types follow this length, and learned positions have it as a size, so it stays.
     if rope or kind not in (None, "dynamic", "longrope"):
         values["max_position_embeddings"] = length
-    parse_config(values)  # a family may lack a kind of rotary embedding that frequencies alone can give it
+    parse_config(
+        values
+    )  # a family may refuse a type of rotary embedding, although its model runs with such frequencies
     return values

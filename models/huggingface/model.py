@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models.huggingface.args import HuggingFaceArgs, transformers_config
+from models.huggingface.args import HuggingFaceArgs, parse_config
 from models.huggingface.attention import NAME as ATTENTION
 from models.huggingface.init import Initializer
 from models.moe.model import balance_loss
@@ -53,7 +53,7 @@ class HuggingFaceModel(nn.Module):
     def __init__(self, args: HuggingFaceArgs, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self.args, self.shared = args, SimpleNamespace(plans=None, head=None, result=None, router_logits=None)
-        config = transformers_config(args)
+        config = parse_config(args.sizes)
         config.output_router_logits = False
         causal = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
         for name, child in causal.named_children():

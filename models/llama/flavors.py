@@ -6,8 +6,6 @@ Source: the config.json of each released checkpoint.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-MAX_LAYERS = 10_000
-
 
 @dataclass(frozen=True)
 class LlamaArgs:
@@ -43,11 +41,14 @@ class LlamaArgs:
     qk_norm: bool = False
     sinks: bool = False
 
-    logit_scale: ClassVar[float] = 1.0  # as the loss has them
-    logit_softcap: ClassVar[float] = 0.0
-    never_compiled_and_recomputed: ClassVar[str] = ""  # no layer hands more on than its output
-    longest: ClassVar[int] = 0  # tokens of a sequence; 0: any number
-    fused_norms: ClassVar[bool] = True  # each is one kernel on a GPU
+    logit_scale: ClassVar[float] = 1.0  # a factor of the logits
+    logit_softcap: ClassVar[float] = 0.0  # 0: none
+    never_compiled_and_recomputed: ClassVar[str] = ""  # why blocks cannot be both; "": they can
+    longest: ClassVar[int] = 0  # tokens that a sequence may have; 0: any number
+    fused_norms: ClassVar[bool] = True  # a GPU runs each as one kernel
+    # MoeArgs has fields of these names, so they are no ClassVars.
+    n_experts = 0  # experts of a layer
+    experts_per_token = 0  # experts that a token is sent to
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -102,25 +103,11 @@ class LlamaArgs:
         """Width of the MLP for one token."""
         return self.ffn_dim
 
-    @property
-    def experts_per_token(self) -> int:
-        """Experts that a token is sent to; 0: there are none."""
-        return 0
-
-    @property
-    def n_experts(self) -> int:
-        """Experts of a layer; 0: it has none."""
-        return 0
-
     def problem(self) -> str | None:
         """Why these sizes are not a valid model, or None."""
         sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.ffn_dim)
         if min(sizes) < 1:
             return "every size must be at least 1"
-        if self.vocab_size < 0 or self.norm_eps < 0:
-            return "vocab_size and norm_eps must not be negative"
-        if self.n_layers > MAX_LAYERS:
-            return f"n_layers = {self.n_layers} is more than {MAX_LAYERS}"
         if not self.windows or min(self.windows) < 0:
             return f"windows = {list(self.windows)} must be one or more numbers from 0 (no window)"
         if self.n_heads % self.n_kv_heads:

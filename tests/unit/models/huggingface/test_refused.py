@@ -35,7 +35,7 @@ def test_check_refuses_a_model_that_would_be_wrong_and_names_layer_and_class(
         ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}, "code from a checkpoint"),
         (
             {**FAMILIES["Llama"], "output_router_logits": True, "router_aux_loss_coef": 0.01},
-            "LlamaForCausalLM has no experts whose balance can be counted: set output_router_logits = false",
+            "the balance loss of LlamaForCausalLM is not supported: set output_router_logits = false",
         ),
         (
             {**FAMILIES["Llama"], "attention_dropout": 0.1},
