@@ -17,7 +17,6 @@ from torchtitan_cp.config.load import OVERRIDE
 
 # Beside this package, in a checkout as when it is installed.
 TRAIN = Path(__file__).parents[2] / "train.py"
-DRY_RUN_OPTIONS = ("--world-size", "--rank", "--device")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -90,12 +89,9 @@ def main(arguments: list[str]) -> int:
     options, rest = parse_with_overrides(parser, arguments)
     if options.nnodes > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of node 0, the same on every node")
-    named = {entry.partition("=")[0] for entry in rest}
-    if "--dry-run" not in rest and not named.isdisjoint(DRY_RUN_OPTIONS):
-        parser.error(f"{', '.join(DRY_RUN_OPTIONS)} need --dry-run")
     program = [str(TRAIN), options.config, *rest]
     if "--dry-run" in rest:
-        if options.nproc and "--world-size" not in named:
+        if options.nproc and not any(entry.startswith("--world-size") for entry in rest):
             program += ["--world-size", str(options.nproc * options.nnodes)]
         os.execv(sys.executable, [sys.executable, *program])
     try:
