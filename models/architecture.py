@@ -1,4 +1,4 @@
-"""What the trainer knows of an architecture: its sizes by name, and how to build a model."""
+"""What the trainer knows about an architecture: its sizes by name, and how to build a model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +17,11 @@ class Hub:
         sizes: config.json -> values of the args; ValueError says why it is not of this architecture.
         config: args -> config.json, without rotary embedding, length and tokens; ValueError says what the format
             cannot express.
-        load: for a model that a library knows, in place of `names`: (part, hub name -> slice of a file, read) fills the
-            part with what `read`, `checkpoint.hub.read_shard`, gives this rank of a slice; ValueError says what the
-            files lack. `config` then also takes the trained length and `rope_parameters` (None: the model's own), and
-            gives all but the tokens.
-        writer: with `load`: args -> a function of a name, a tensor of ours (maybe on the meta device) and a dtype that
-            gives the hub's.
+        load: replaces `names` for models that a library builds: (part, hub name -> slice of a file, read) fills the
+            part. `read` is `checkpoint.hub.read_shard`, which reads this rank's share of a slice. ValueError says what
+            the files lack. With `load`, `config` also takes the trained length and `rope_parameters` (None: the model's
+            own), and returns everything but the tokens.
+        writer: with `load`: args -> (name, tensor, dtype) -> the hub's tensors; the tensor may be on the meta device.
     """
 
     names: Mapping[str, str]
@@ -55,8 +54,8 @@ class Architecture:
         sharding: pattern of module names -> role in tensor parallelism (`torchtitan_cp/parallel/tensor.py`).
         hub: names and sizes in Hugging Face's format; None if it has none.
         lacks: dotted key of the config -> why this architecture cannot have it on (a flag), or above 1 (a number).
-        args_of: (config.json, overrides) -> args, for an architecture without flavors, whose config.json says all;
-            ValueError says why it cannot be. A stage without `rope` then keeps the rotary embeddings of config.json.
+        args_of: (config.json, overrides) -> args, for an architecture without flavors, whose config.json has all sizes;
+            ValueError says why it is refused. A stage without `rope` then keeps the rotary embeddings of config.json.
         args_type: () -> the class of these args.
         needs: package that this architecture needs; "" if none.
     """

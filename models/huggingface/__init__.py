@@ -7,7 +7,7 @@ from typing import Any
 
 from models.architecture import Architecture, Hub
 
-# transformers imports torchao where it is installed, and that says what it lacks here and how torch sees its enums.
+# transformers imports torchao if it is installed, and torchao then warns about parts that this machine lacks.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "torchtitan_cp"
-# Keywords that change nothing here: positions are in q and k already, and nothing else is asked for.
+# Keywords without effect here: q and k already have their positions, and the other outputs are not used.
 HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits", "cache_position", "is_causal"}
 
 
@@ -28,7 +28,7 @@ def attention(
     """Attention of a layer, by `module.attend`.
 
     Args:
-        module: of the layer; it has `attend`, and `shared.plans` for families that drop unknown keywords.
+        module: the layer's; it has `attend`, and `shared.plans` for families that drop unknown keywords.
         query: `[B, Hq, S/cp, Dqk]`; key `[B, Hkv, S/cp, Dqk]`; value `[B, Hkv, S/cp, Dv]`.
         sliding_window: keys that a query sees, itself included.
         s_aux: `[Hq]`, sinks.
@@ -37,12 +37,19 @@ def attention(
         (`[B, S/cp, Hq, Dv]` contiguous, no weights).
 
     Raises:
-        ValueError: a mask, dropout or keyword that would be lost.
+        ValueError: a mask, dropout or keyword that would be ignored.
     """
-    lost = {name: x for name, x in others.items() if name not in HARMLESS and x is not None}
-    if attention_mask is not None or dropout or lost or (s_aux is not None and s_aux.ndim != 1):
-        what = "a mask" if attention_mask is not None else "dropout" if dropout else ", ".join(lost) or "sinks by token"
-        raise ValueError(f"{type(module).__name__} calls attention with {what}, which is not supported")
+    unsupported = [name for name, value in others.items() if name not in HARMLESS and value is not None]
+    if attention_mask is not None:
+        unsupported.append("a mask")
+    if dropout:
+        unsupported.append("dropout")
+    if s_aux is not None and s_aux.ndim != 1:
+        unsupported.append("sinks by token")
+    if unsupported:
+        raise ValueError(
+            f"{type(module).__name__} calls attention with {', '.join(unsupported)}, which is not supported"
+        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     plans = module.shared.plans if plans is None else plans  # type: ignore[union-attr]
     options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}

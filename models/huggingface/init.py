@@ -1,4 +1,4 @@
-"""First weights and buffers of a causal LM: each tensor drawn by itself, by the rules of its own class."""
+"""First weights and buffers of a causal LM, drawn one tensor at a time by the rules of its class."""
 
 import copy
 
@@ -8,12 +8,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 def on_meta(config: PreTrainedConfig, attention: str = "eager") -> PreTrainedModel:
-    """The causal LM with the attention of this name, in fp32: parameters without memory, all buffers with theirs.
+    """The causal LM with the attention of this name, in fp32: parameters on the meta device, buffers on the CPU.
 
-    Buffers have the values of a model that was never on the meta device. NaN is what a checkpoint has to supply.
+    Buffers have the values of a model that was never on the meta device. NaN marks values that a checkpoint has to
+    supply.
 
     Raises:
-        ValueError: the model does not say how a buffer of no state dict is computed.
+        ValueError: the model does not initialize a buffer that its state dict lacks.
     """
     config = copy.deepcopy(config)
     with torch.device("meta"):
@@ -36,8 +37,8 @@ class Initializer:
     """Draws the first weights of a model one at a time, so that no rank holds more than one whole tensor.
 
     The rules are transformers' `initialize_weights`, called on a copy of the model on the meta device, in which one
-    parameter at a time is real. It asks the inner modules first, and passes by those marked as initialized. A parent
-    may initialize its child, so all modules around the parameter are asked.
+    parameter at a time is real. It visits inner modules first and skips those marked as initialized. A parent may
+    initialize its child, so no module around the parameter is marked.
 
     Args:
         config: of the causal LM.
@@ -48,9 +49,9 @@ class Initializer:
 
     @torch.no_grad()
     def parameter(self, name: str, seed: int, device: torch.device) -> Tensor:
-        """A whole parameter in fp32. It depends on its name, its own seed and the type of the device alone.
+        """A whole parameter in fp32, which depends only on its name, its seed and the type of the device.
 
-        NaN is what its class leaves to a checkpoint.
+        NaN marks values that its class leaves to a checkpoint.
         """
         owner_name, _, leaf = name.rpartition(".")
         owner = self.shadow.get_submodule(owner_name)
@@ -59,7 +60,7 @@ class Initializer:
         values = torch.full(meta.shape, torch.nan, device=device)
         owner._parameters[leaf] = nn.Parameter(values, requires_grad=False)
         try:
-            # They draw from the generators that all code shares.
+            # The rules draw from the global generators.
             with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
                 torch.manual_seed(seed)
                 for around, module in self.shadow.named_modules():
@@ -70,7 +71,7 @@ class Initializer:
         return values
 
     def restore_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Give all buffers of a model on a device the values that they begin with."""
+        """Give all buffers of a model on this device their first values."""
         for name, buffer in self.shadow.named_buffers(remove_duplicate=False):
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, buffer.to(device, copy=True))

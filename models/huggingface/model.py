@@ -1,4 +1,4 @@
-"""A causal language model of transformers as the trainer knows a model: its layers, its output, its frequencies."""
+"""A causal language model of transformers with the interface of our own models (see models/architecture.py)."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +40,8 @@ class HuggingFaceModel(nn.Module):
     Attributes:
         causal: the model of transformers, whose modules are this one's.
         layers: decoder layers by number.
-        shared: what a forward hands to modules that its arguments do not reach: its `plans`, also while backward
-            recomputes it, its `head`, the `result` of that, and `router_logits`, `[B S/cp, X]` of each layer with
+        shared: what a forward passes to and from modules that its arguments do not reach: `plans`, which stay for the
+            recomputation in backward, `head` and its `result`, and `router_logits`, `[B S/cp, X]` of each layer with
             experts.
     """
 
@@ -60,10 +60,10 @@ class HuggingFaceModel(nn.Module):
             self.add_module(name, child)
         layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.look.layers)}
         output, embeddings = causal.get_output_embeddings(), causal.get_input_embeddings()
-        # Not as nn.Module sets them, so that nothing is registered twice.
+        # vars() bypasses nn.Module, so that nothing is registered twice.
         vars(self).update(causal=causal, layers=nn.ModuleDict(layers), tok_embeddings=embeddings, output=output)
         self._initializer = Initializer(causal.config)
-        if output.weight.is_meta:  # also then buffers are real
+        if output.weight.is_meta:  # even then buffers are real
             self._initializer.restore_buffers(self, torch.device("cpu"))
         for layer in args.look.layers:
             module = self.get_submodule(layer.attention)
@@ -71,8 +71,8 @@ class HuggingFaceModel(nn.Module):
         output.forward = self._run_head(output)
         for rotary, _ in self._rotaries():
             rotary.forward = in_double(rotary.forward)
-            # Hunyuan's is not the one that its config names.
-            rotary.own_kinds = copy.copy(rotary.rope_type)
+            # Before it is set to "default". The config of Hunyuan names another type.
+            rotary.original_types = copy.copy(rotary.rope_type)
         self.is_first = self.is_last = True
         self.sum_ranks = getattr(attend, "sum_ranks", None)
         for name in args.look.routers if args.balance else ():
@@ -81,7 +81,8 @@ class HuggingFaceModel(nn.Module):
     @property
     def experts(self) -> dict[int, nn.Module]:
         """Experts by the number of their layer."""
-        return {n: self.get_submodule(layer.experts) for n, layer in enumerate(self.args.look.layers) if layer.experts}
+        layers = enumerate(self.args.look.layers)
+        return {number: self.get_submodule(layer.experts) for number, layer in layers if layer.experts}
 
     @property
     def router_biases(self) -> dict[int, Tensor]:
@@ -97,7 +98,7 @@ class HuggingFaceModel(nn.Module):
         }
 
     def keep(self, first: int, stop: int) -> None:
-        """See Llama; here all layers stay together."""
+        """See Llama; there is no pipeline here, so all layers are kept."""
         assert (first, stop) == (0, len(self.layers))
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Any = None) -> Any:
@@ -110,7 +111,7 @@ class HuggingFaceModel(nn.Module):
         if balances:
             loss_sum, *others = result
             result = (loss_sum + self.args.balance * self._balance_loss(len(tokens), plan), *others)
-        self.shared.router_logits = None  # backward may run the layers again
+        self.shared.router_logits = None  # not to be added to when backward recomputes the layers
         return result if head else logits
 
     def _keep_router_logits(self, router: nn.Module, inputs: Any, output: Any) -> None:
@@ -118,16 +119,16 @@ class HuggingFaceModel(nn.Module):
             self.shared.router_logits.append(output[0] if isinstance(output, tuple) else output)
 
     def _balance_loss(self, rows: int, plan: Any) -> Tensor:
-        """The balance loss times the number of tokens here, fp32."""
-        logits, chosen = self.shared.router_logits, self.args.experts_per_token
+        """The balance loss times the number of tokens on this rank, fp32."""
+        logits, count = self.shared.router_logits, self.args.experts_per_token
         probabilities = [x.float().softmax(-1).view(rows, -1, x.shape[-1]) for x in logits]
-        picked = (x.topk(chosen, -1).indices.flatten(1) for x in probabilities)
-        return balance_loss(probabilities, picked, self.sum_ranks, plan) * chosen / len(logits)
+        chosen = (x.topk(count, -1).indices.flatten(1) for x in probabilities)
+        return balance_loss(probabilities, chosen, self.sum_ranks, plan) * count / len(logits)
 
     def _run_head(self, output: nn.Module) -> Callable[[Tensor], Tensor]:
-        """A forward of the output layer that runs the head on its input, where there is one.
+        """A forward for the output layer: if the model was called with a head, it runs the head on the hidden states.
 
-        A head that calls the output layer gets logits, finished as the model finishes them.
+        A head that calls the output layer gets logits with the model's scale and soft cap.
         """
         project, args, shared = output.forward, self.args, self.shared
 
@@ -141,7 +142,7 @@ class HuggingFaceModel(nn.Module):
                 return project(hidden)
             with patch.object(output, "forward", finish):
                 shared.result = shared.head(hidden, output)
-            return hidden[..., :1]  # what follows turns logits into logits
+            return hidden[..., :1]  # in place of logits, which the model would scale for nobody
 
         return run
 
@@ -158,29 +159,31 @@ class HuggingFaceModel(nn.Module):
             config = rotary.config
             if layer_type and config.is_heterogeneous:  # Gemma 4: head_dim depends on the type
                 config = config.per_layer_config[layer_type]
-            kind = rotary.own_kinds[layer_type] if layer_type else rotary.own_kinds
-            compute = getattr(rotary, f"compute_{kind}_rope_parameters", None) or ROPE_INIT_FUNCTIONS[kind]
-            named = {"layer_type": layer_type} if layer_type else {}
-            frequencies, factor = compute(config, device=device, seq_len=seq_len, **named)
+            rope_type = rotary.original_types[layer_type] if layer_type else rotary.original_types
+            compute = getattr(rotary, f"compute_{rope_type}_rope_parameters", None) or ROPE_INIT_FUNCTIONS[rope_type]
+            options = {"layer_type": layer_type} if layer_type else {}
+            frequencies, factor = compute(config, device=device, seq_len=seq_len, **options)
             _set_frequencies(rotary, layer_type, frequencies.to(device, torch.float64), factor)
 
     def _rotaries(self) -> Iterator[tuple[Any, str | None]]:
-        """(rotary embedding, layer type or None) of all frequencies."""
+        """Each rotary embedding with each layer type that it has frequencies for; None: it has one set for all."""
         for module in self.modules():
-            kinds = getattr(module, "rope_type", None)
-            for layer_type in kinds if isinstance(kinds, dict) else () if kinds is None else (None,):
-                yield module, layer_type
+            rope_type = getattr(module, "rope_type", None)
+            if isinstance(rope_type, dict):
+                yield from ((module, layer_type) for layer_type in rope_type)
+            elif rope_type is not None:
+                yield module, None
 
     @contextmanager
     def own_attention(self, documents: Tensor) -> Iterator[None]:
-        """Run transformers' own attention with its own masks, within documents of these numbers, `[B, S]`.
+        """Run transformers' own attention and masks, within documents; `documents` numbers them, `[B, S]`.
 
-        Not all families see from the positions that documents are packed.
+        Not all families infer from the positions that documents are packed.
         """
-        masks, apart = masking_utils, masking_utils.packed_sequence_mask_function(documents)
+        masks, same_document = masking_utils, masking_utils.packed_sequence_mask_function(documents)
 
         def mask(*, mask_function: Any = masks.causal_mask_function, **options: Any) -> Any:
-            return masks.eager_mask(mask_function=masks.and_masks(mask_function, apart), **options)
+            return masks.eager_mask(mask_function=masks.and_masks(mask_function, same_document), **options)
 
         self.causal.set_attn_implementation("eager")
         try:
@@ -190,11 +193,11 @@ class HuggingFaceModel(nn.Module):
             self.causal.set_attn_implementation(ATTENTION)
 
     def init_parameter(self, name: str, seed: int, device: torch.device) -> Tensor:
-        """First value of a parameter, whole, fp32; it depends on its name and its own seed alone."""
+        """The first values of a whole parameter, fp32; they depend only on its name and its seed."""
         return self._initializer.parameter(name, seed, device)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "HuggingFaceModel":
-        """As of any module; tied weights stay one parameter, and buffers get their values."""
+        """Like that of any module; tied weights stay one parameter, and buffers get their values."""
         super().to_empty(device=device, recurse=recurse)
         self.causal.tie_weights()
         self._initializer.restore_buffers(self, device)
@@ -205,7 +208,7 @@ def _set_frequencies(rotary: Any, layer_type: str | None, frequencies: Tensor, f
     prefix = f"{layer_type}_" if layer_type else ""
     setattr(rotary, f"{prefix}inv_freq", frequencies)
     setattr(rotary, f"{prefix}attention_scaling", factor)
-    # Other kinds choose by the largest position they see, which differs from rank to rank.
+    # Other types choose frequencies by the largest position, which differs from rank to rank.
     if layer_type:
         rotary.rope_type[layer_type] = "default"
     else:
@@ -213,7 +216,7 @@ def _set_frequencies(rotary: Any, layer_type: str | None, frequencies: Tensor, f
 
 
 class _Double(TorchFunctionMode):
-    """Numbers that a function casts to fp32 become fp64."""
+    """Casts to fp32 become casts to fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
@@ -223,10 +226,10 @@ class _Double(TorchFunctionMode):
 def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A rotary embedding's forward with angles in fp64: at 1M positions those in fp32 are off by 0.06 radians."""
 
-    def run(x: Tensor, *inputs: Any, **named: Any) -> Any:
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         with _Double():
-            waves = forward(x, *inputs, **named)
-        # Some families hand the waves on in fp32, and round once what they turn.
+            waves = forward(x, *args, **kwargs)
+        # Some families return the waves in fp32, and round only what they rotate.
         single = {torch.complex128: torch.complex64, torch.float64: torch.promote_types(x.dtype, torch.float32)}
         return tree_map(lambda wave: wave.to(single.get(wave.dtype, wave.dtype)), waves)
 

@@ -57,7 +57,7 @@ class LlamaArgs:
 
     @property
     def attention_widths(self) -> tuple[int, ...]:
-        """Hq times the sum of the dims of a key and a value, of each layer; 0 where it has a recurrent state."""
+        """For each layer, Hq times the sum of the dims of a key and a value; 0 where it has a recurrent state."""
         return tuple(0 if state else 2 * self.n_heads * self.head_dim for state in self.state_sizes)
 
     @property
@@ -71,31 +71,31 @@ class LlamaArgs:
 
     @property
     def rotary_dim(self) -> int:
-        """Entries of a head that RoPE turns."""
+        """Entries of a head that RoPE rotates."""
         return self.head_dim
 
     def rope_problem(self, kind: str) -> str | None:
-        """Why a stage cannot have a `rope` of this kind; here it can."""
+        """Why a stage cannot have a `rope` of this kind, or None."""
         return None
 
     def linear_parameters(self) -> int:
-        """Weights that multiply each token once: blocks and output, of experts its own; not the embedding look-up."""
+        """Weights that multiply a token, in blocks and output layer; of experts only those that it is sent to."""
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
         mlp = 3 * self.dim * self.active_ffn_dim + self.dim * self.n_experts
         return self.n_layers * (attention + mlp) + self.dim * self.vocab_size
 
     def matrix_parameters(self) -> int:
-        """Weights of the same matrices, including those that a token does not use."""
+        """All weights of these matrices, including experts that a token does not use."""
         inactive = (self.n_experts - self.experts_per_token) * 3 * self.dim * self.ffn_dim
         return self.linear_parameters() + self.n_layers * inactive
 
     def small_parameters(self, tp: int) -> int:
-        """Parameters of a layer that are no matrices, on one of `tp` ranks."""
+        """Parameters of a layer outside its matrices, on one of `tp` ranks."""
         biases = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim // tp * self.qkv_bias
         return 2 * self.dim + 2 * self.head_dim * self.qk_norm + biases + self.n_heads // tp * self.sinks
 
     def embedding_parameters(self, tp: int) -> int:
-        """Of the input embedding, on one of `tp` ranks."""
+        """Parameters of the input embedding, on one of `tp` ranks."""
         return -(-self.vocab_size // tp) * self.dim
 
     @property
@@ -112,7 +112,7 @@ class LlamaArgs:
             return f"windows = {list(self.windows)} must be one or more numbers from 0 (no window)"
         if self.n_heads % self.n_kv_heads:
             return f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}"
-        return f"head_dim = {self.head_dim} is odd, and RoPE turns pairs" if self.head_dim % 2 else None
+        return f"head_dim = {self.head_dim} is odd, and RoPE rotates pairs" if self.head_dim % 2 else None
 
 
 _QWEN2: dict[str, Any] = {"norm_eps": 1e-6, "qkv_bias": True}

@@ -104,7 +104,7 @@ class Llama(nn.Module):
         return tuple((wave * factor).float().unsqueeze(-2) for wave in (angles.cos(), angles.sin()))  # type: ignore[return-value]
 
     def init_std(self, parameter: str) -> float | None:
-        """Standard deviation a parameter starts with, by name; 0 starts it at zero, None at one.
+        """Standard deviation of a parameter's first values, by name; 0 starts it at zero, None at one.
 
         Projections back into the residual stream are smaller with depth. Source: GPT-2.
         """
@@ -112,7 +112,7 @@ class Llama(nn.Module):
             return 0.0
         if "norm" in parameter:
             return None
-        into_residual = parameter.removesuffix(".weight").endswith(("wo", "w2"))  # w2 of experts is no module
+        into_residual = parameter.removesuffix(".weight").endswith(("wo", "w2"))  # the w2 of experts is not a module
         return 0.02 * (2 * self.args.n_layers) ** -0.5 if into_residual else 0.02
 
 

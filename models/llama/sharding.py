@@ -1,4 +1,4 @@
-"""Which module takes which part in tensor parallelism, as data; `torchtitan_cp/parallel/tensor.py` knows the roles."""
+"""The role of each module in tensor parallelism; `torchtitan_cp/parallel/tensor.py` implements the roles."""
 
 SHARDING = {
     "tok_embeddings": "embedding",

@@ -15,14 +15,15 @@ class MoeArgs(LlamaArgs):
     Attributes:
         n_experts: X, experts of a layer.
         experts_per_token: K, experts that a token is sent to.
-        score_function: makes a token's scores of its logits: `softmax` over all experts, or `sigmoid` of each
+        score_function: turns a token's logits into scores: `softmax` over all experts, or `sigmoid` of each
             (DeepSeek-V3).
         normalize_shares: the K shares of a token sum to one (Qwen3-MoE); else they are the scores (OLMoE).
         routed_scaling_factor: multiplies the shares.
-        n_groups: groups of equally many neighbouring experts; groups_per_token: those that a token chooses from, the
-            best by the sum of their two best scores (DeepSeek-V3).
+        n_groups: groups of equally many neighbouring experts.
+        groups_per_token: groups that a token chooses experts from, those with the best sum of their two best scores
+            (DeepSeek-V3).
         n_shared_experts: all tokens pass a SwiGLU of this many times `ffn_dim`; 0: none.
-        expert_bias: each expert has a number, no parameter, that is added to its score for the choice alone, and that
+        expert_bias: each expert has a buffer that is added to its score for the choice alone, and that
             training.router_bias_update changes (Wang et al., 2024).
         balance: weight of the balance loss beside the cross-entropy of a token.
         router_z_loss: weight of the squared log-sum-exp of a token's router logits (ST-MoE, Zoph et al., 2022).

@@ -1,7 +1,7 @@
 """Qwen3-MoE as Hugging Face checkpoints: names of weights and keys of config.json, as data.
 
-Source: `modeling_qwen3_moe` and `configuration_qwen3_moe` of Hugging Face transformers. OLMoE is another attention: its
-norms of q and k go over all heads.
+Source: `modeling_qwen3_moe` and `configuration_qwen3_moe` of Hugging Face transformers. OLMoE does not fit: its norms
+of q and k go over all heads.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ NAMES = {name: theirs for name, theirs in llama.NAMES.items() if ".feed_forward.
     "layers.*.experts.w2": "model.layers.*.mlp.experts.*.down_proj.weight",
 }
 
-# Keys of the format that here have one value, and what it has no keys for.
+# PLAIN: keys of the format that have one value here. FIXED: options of ours that the format has no keys for.
 PLAIN = {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False}
 FIXED = {
     "score_function": "softmax",
@@ -45,7 +45,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **llama.sizes(dense),
         **FIXED,
-        # transformers 5 has renamed it.
+        # transformers 5 renamed it.
         "n_experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
         "experts_per_token": config["num_experts_per_tok"],
         "normalize_shares": config.get("norm_topk_prob", False),
@@ -71,7 +71,7 @@ def config(args: MoeArgs) -> dict[str, Any]:
         "num_experts": args.n_experts,
         "num_experts_per_tok": args.experts_per_token,
         "norm_topk_prob": args.normalize_shares,
-        # Of a mean over layers, and of shares that sum to K.
+        # There the loss is a mean over layers, and shares sum to K.
         "router_aux_loss_coef": args.balance * args.n_layers / args.experts_per_token,
     }
 

@@ -49,13 +49,13 @@ class Moe(Llama):
 
     @property
     def router_biases(self) -> dict[int, Tensor]:
-        """By number of the layer, fp32 `[X]`: what is added to the experts' scores for the choice alone."""
+        """By number of the layer, fp32 `[X]`: added to the experts' scores, for the choice alone."""
         if not self.args.expert_bias:
             return {}
         return {int(number): layer.router.expert_bias for number, layer in self.layers.items()}  # type: ignore[misc, union-attr]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "Moe":
-        """As of any module; biases start at zero."""
+        """Like that of any module; biases start at zero."""
         super().to_empty(device=device, recurse=recurse)
         for bias in self.router_biases.values():
             bias.zero_()
@@ -65,12 +65,12 @@ class Moe(Llama):
         """See Llama. What `head` returns is (sum of losses, ...), and the sum comes back with the routers' losses."""
         hidden = self.tok_embeddings(tokens) if self.is_first else tokens
         cos, sin = self._rotations(positions)
-        added = torch.zeros((), device=hidden.device)
+        router_losses = torch.zeros((), device=hidden.device)
         for layer in self.layers.values():
-            hidden, of_layer = layer(hidden, cos, sin, plan)
-            added = added + of_layer
+            hidden, layer_losses = layer(hidden, cos, sin, plan)
+            router_losses = router_losses + layer_losses
         if not self.is_last:
-            return self.add_loss(hidden, added) if self.training else hidden
+            return self.add_loss(hidden, router_losses) if self.training else hidden
         hidden = self.norm(hidden)
         if head is None:
             return self.output(hidden)
@@ -78,7 +78,7 @@ class Moe(Llama):
         if not self.training:
             return result
         loss_sum, *others = result
-        return (loss_sum + added, *others)
+        return (loss_sum + router_losses, *others)
 
 
 class MoeBlock(nn.Module):
@@ -99,8 +99,8 @@ class MoeBlock(nn.Module):
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
         """Hidden states, and in training the losses of the router: a sum over this rank's tokens, fp32."""
         hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, plan)
-        added = self.training and (self.args.balance or self.args.router_z_loss)
-        losses = self.router_losses(hidden, plan) if added else torch.zeros((), device=hidden.device)
+        has_losses = self.training and (self.args.balance or self.args.router_z_loss)
+        losses = self.router_losses(hidden, plan) if has_losses else torch.zeros((), device=hidden.device)
         return self.mlp(hidden), losses
 
     def router_losses(self, hidden: Tensor, plan: Any) -> Tensor:
@@ -124,12 +124,12 @@ def balance_loss(scores: Sequence[Tensor], chosen: Iterable[Tensor], sum_ranks: 
 
     Args:
         scores: p of each layer, `[B, S/cp, X]` fp32; a token's sum to one.
-        chosen: of each layer the experts of all tokens, `[B, S/cp K]` int64.
+        chosen: the experts of all tokens in each layer, `[B, S/cp K]` int64.
         sum_ranks: `attend.sum_ranks`; None if no ranks share a sequence.
     """
     counts = torch.zeros_like(scores[0][:, 0], dtype=torch.int64)
-    for picked in chosen:
-        counts = counts.scatter_add(1, picked, torch.ones_like(picked))
+    for experts in chosen:
+        counts = counts.scatter_add(1, experts, torch.ones_like(experts))
     if sum_ranks:
         counts = sum_ranks(counts, plan)
     shares = counts / counts.sum(-1, keepdim=True)
@@ -149,15 +149,15 @@ class Router(nn.Module):
         """Logits and scores `[B, s, X]` fp32; the K chosen experts `[B, s, K]` int64, and their shares, fp32."""
         args, logits = self.args, self.gate(x.flatten(0, 1)).float().unflatten(0, x.shape[:2])
         scores = logits.sigmoid() if args.score_function == "sigmoid" else logits.softmax(-1)
-        wanted = scores.detach()
+        ranking = scores.detach()
         if self.expert_bias is not None:
-            wanted = wanted + self.expert_bias.to(wanted.device)  # it is on the host under fsdp_cpu_offload
+            ranking = ranking + self.expert_bias.to(ranking.device)  # it is on the host under fsdp_cpu_offload
         if args.n_groups > 1:
-            groups = wanted.unflatten(-1, (args.n_groups, -1))
+            groups = ranking.unflatten(-1, (args.n_groups, -1))
             best = groups.topk(2, -1).values.sum(-1).topk(args.groups_per_token, -1).indices
-            others = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
-            wanted = groups.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
-        chosen = wanted.topk(args.experts_per_token, -1).indices
+            excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+            ranking = groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)
+        chosen = ranking.topk(args.experts_per_token, -1).indices
         shares = scores.gather(-1, chosen)
         if args.normalize_shares:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
@@ -206,7 +206,7 @@ def swiglus(rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) ->
 
 
 def has_grouped_products(rows: Tensor, ffn_dim: int) -> bool:
-    """Whether one kernel multiplies all experts: in bf16 from Hopper on, with rows of whole 16 bytes."""
+    """Whether one kernel can multiply all experts: in bf16 from Hopper on, with rows of a multiple of 16 bytes."""
     fits = rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == ffn_dim % 8 == 0
     on_gpu = rows.is_cuda and torch.cuda.is_available()
     return fits and on_gpu and torch.cuda.get_device_capability(rows.device) >= (9, 0)

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a mixture: attention by heads, a token's experts where its part of the sequence is."""
+"""Tensor parallelism of a mixture: attention is split by heads; a token's experts run on the rank that holds it."""
 
 from models.llama.sharding import SHARDING as LLAMA
 

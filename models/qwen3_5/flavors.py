@@ -18,8 +18,8 @@ class HybridArgs(LlamaArgs):
         linear_value_heads: Hv, its heads of values; a multiple of Hk.
         linear_key_dim, linear_value_dim: K and V, their dims.
         conv_width: W, positions that the convolution before it sees.
-        attention_every: one layer of so many has full attention, the last of them.
-        rotary_share: the part of a head that RoPE turns.
+        attention_every: in every group of so many layers, the last has full attention.
+        rotary_share: the part of a head that RoPE rotates.
     """
 
     linear_key_heads: int = 16
@@ -69,9 +69,6 @@ class HybridArgs(LlamaArgs):
 
     def problem(self) -> str | None:
         """Why these sizes are not a valid model, or None."""
-        linear = (self.linear_key_heads, self.linear_value_heads, self.linear_key_dim, self.linear_value_dim)
-        if min(*linear, self.conv_width, self.attention_every) < 1:
-            return "every size of the gated delta net must be at least 1"
         if self.linear_value_heads % self.linear_key_heads:
             return f"linear_value_heads = {self.linear_value_heads} is not a multiple of {self.linear_key_heads}"
         if self.n_layers < self.attention_every:

@@ -108,19 +108,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="variants of prompts")
     parser.add_argument(
-        "--lengths", nargs="+", type=at_least(1), help="tokens of a prompt; on several ranks multiples of 2 x ranks"
+        "--lengths", nargs="+", type=at_least(1), help="tokens of a prompt; on ranks multiples of 2 x ranks"
     )
-    parser.add_argument("--depths", type=at_least(1), help="how many places of the key, evenly from top to end")
+    parser.add_argument("--depths", type=at_least(1), help="number of positions of the key, evenly from top to end")
     parser.add_argument("--trials", type=at_least(0), help="prompts for each length and depth")
     parser.add_argument("--tokens", type=at_least(1), help="held-out tokens that each loss is measured on")
-    parser.add_argument(
-        "--stage", type=int, help="number of the stage whose length and text are used (default its own)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder to write (default evaluation/step-N in the run's folder, step-N-stage-M for another stage)",
-    )
+    parser.add_argument("--stage", type=int, help="stage whose length and text are used, from 1 (default its own)")
+    parser.add_argument("--out", type=Path, help="folder to write (default evaluation/step-N[-stage-M] in the run's)")
     options = parser.parse_args(arguments)
     options.variants, options.lengths = (None if x is None else tuple(x) for x in (options.variants, options.lengths))
     return run_command(lambda: _evaluate(options))

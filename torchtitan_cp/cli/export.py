@@ -11,12 +11,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="torchtitan-cp export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     parser.add_argument("out", type=Path, help="folder to create")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of the weights as written (default float32)",
-    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
     options = parser.parse_args(arguments)
 
     def write() -> int:

@@ -210,20 +210,13 @@ def chat(lines: Iterable[str], answer: Callable[[list[dict[str, str]]], str], sy
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="torchtitan-cp generate", description=__doc__)
-    parser.add_argument(
-        "checkpoint", type=Path, help="a run's folder or its checkpoints/ (the newest one), or a step-N folder"
-    )
+    parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--prompt", help="text to continue; - reads standard input, which may be longer")
-    task.add_argument(
-        "--chat",
-        action="store_true",
-        help="answer each line of standard input; /file PATH puts a file before the next line, /quit ends",
-    )
+    commands = "/file PATH puts a file before the next line, /quit ends"
+    task.add_argument("--chat", action="store_true", help=f"answer each line of standard input; {commands}")
     parser.add_argument("--system", default="", help="with --chat: the system's message")
-    parser.add_argument(
-        "--max-tokens", type=at_least(0), default=200, help="how many to generate at most (default 200)"
-    )
+    parser.add_argument("--max-tokens", type=at_least(0), default=200, help="most tokens to generate (default 200)")
     parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of the random numbers (default 0)")
     options = parser.parse_args(arguments)
