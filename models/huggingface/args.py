@@ -30,10 +30,13 @@ class HuggingFaceArgs:
     config: dict[str, Any]
     vocab_size: int = 0
 
+    def __hash__(self) -> int:
+        return hash((json.dumps(self.config, sort_keys=True), self.vocab_size))
+
     @cached_property
     def look(self) -> Look:
         """Raises ValueError: the model cannot be trained as it is."""
-        return _look(json.dumps(self.sizes, sort_keys=True))
+        return _look(self)
 
     dim = property(attrgetter("look.dim"))
     tie_embeddings = property(attrgetter("look.tie_embeddings"))
@@ -149,9 +152,9 @@ class HuggingFaceArgs:
 
 
 @lru_cache(maxsize=8)
-def _look(sizes: str) -> Look:
+def _look(args: HuggingFaceArgs) -> Look:
     with torch.device("cpu"):  # the caller may be building on meta
-        return look_at(parse_config(json.loads(sizes)))
+        return look_at(parse_config(args.sizes))
 
 
 def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> HuggingFaceArgs:

@@ -407,6 +407,7 @@ def grid(folder: Path, out: Path, number: int | None = None, tokens: int | None 
     world = start_ranks(60.0)
     found = evaluate(saved, evaluation_config(saved.config, world.size, options), world, number)
     if world.rank == 0:
+        out.mkdir()
         write_result(out, saved, saved.stage, found)
     dist.barrier()
     return json.loads((out / "evaluation.json").read_text())
