@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any
@@ -166,7 +167,9 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     text, sizes = _text_model(config)
     known = text.to_dict()
     if unknown := [key for key in overrides if key not in known and key not in text.attribute_map]:
-        raise ValueError(f"{type(text).__name__} has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        near = get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
+        raise ValueError(f"{type(text).__name__} has no {unknown[0]!r}; {hint}")
     if layers := overrides.get("num_hidden_layers"):  # shorten the lists with a value for each layer
         lists = {key: value for key, value in sizes.items() if isinstance(value, list)}
         sizes |= {key: value[:layers] for key, value in lists.items() if len(value) == text.num_hidden_layers}

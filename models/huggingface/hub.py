@@ -189,7 +189,6 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
     # The frequencies of these types follow this length, and learned positions have it as a size, so it stays.
     if rope or kind not in (None, "dynamic", "longrope"):
         values["max_position_embeddings"] = length
-    parse_config(
-        values
-    )  # a family may refuse a type of rotary embedding, although its model runs with such frequencies
+    # A family may refuse a type of rotary embedding, although its model runs with such frequencies.
+    parse_config(values)
     return values

@@ -6,6 +6,8 @@ Source: the config.json of each released checkpoint.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+MAX_LAYERS = 10_000
+
 
 @dataclass(frozen=True)
 class LlamaArgs:
@@ -108,6 +110,10 @@ class LlamaArgs:
         sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.ffn_dim)
         if min(sizes) < 1:
             return "every size must be at least 1"
+        if self.vocab_size < 0 or self.norm_eps < 0:
+            return "vocab_size and norm_eps must not be negative"
+        if self.n_layers > MAX_LAYERS:
+            return f"n_layers = {self.n_layers} is more than {MAX_LAYERS}"
         if not self.windows or min(self.windows) < 0:
             return f"windows = {list(self.windows)} must be one or more numbers from 0 (no window)"
         if self.n_heads % self.n_kv_heads:

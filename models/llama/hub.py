@@ -61,6 +61,8 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get(key, wanted) != wanted:
             raise ValueError(f"{key} is {config[key]!r}, and these blocks have {wanted!r}")
     filled = {**DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    if texts := [key for key in KEYS.values() if isinstance(filled.get(key), str)]:
+        raise ValueError(f"{texts[0]} is {filled[texts[0]]!r}, in quotes")
     filled.setdefault("num_key_value_heads", filled["num_attention_heads"])
     filled.setdefault("head_dim", filled["hidden_size"] // max(1, filled["num_attention_heads"]))
     qkv_bias, qk_norm = FAMILIES[family]

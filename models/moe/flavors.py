@@ -54,10 +54,15 @@ class MoeArgs(LlamaArgs):
             return f"score_function = {self.score_function!r} is none of {', '.join(SCORE_FUNCTIONS)}"
         if not 1 <= self.groups_per_token <= self.n_groups or self.n_experts % self.n_groups:
             return f"groups_per_token = {self.groups_per_token} of n_groups = {self.n_groups} cannot be chosen"
-        if self.experts_per_token > self.groups_per_token * (self.n_experts // self.n_groups):
+        group_size = self.n_experts // self.n_groups
+        if self.n_groups > 1 and group_size < 2:
+            return f"n_groups = {self.n_groups} leaves a group one expert, and a group's score is of its two best"
+        if self.experts_per_token > self.groups_per_token * group_size:
             return f"experts_per_token = {self.experts_per_token} are more than {self.groups_per_token} groups have"
-        if min(self.balance, self.router_z_loss, self.routed_scaling_factor, self.n_shared_experts) < 0:
-            return "balance, router_z_loss, routed_scaling_factor and n_shared_experts cannot be negative"
+        if self.n_shared_experts < 0 or self.routed_scaling_factor <= 0 or self.router_z_loss < 0:
+            return "n_shared_experts, routed_scaling_factor and router_z_loss cannot be negative, nor the factor 0"
+        if self.balance < 0:
+            return f"balance = {self.balance} would reward experts that are always chosen"
         return super().problem()
 
 

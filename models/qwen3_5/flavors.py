@@ -69,6 +69,9 @@ class HybridArgs(LlamaArgs):
 
     def problem(self) -> str | None:
         """Why these sizes are not a valid model, or None."""
+        linear = (self.linear_key_heads, self.linear_value_heads, self.linear_key_dim, self.linear_value_dim)
+        if min(*linear, self.conv_width, self.attention_every) < 1:
+            return "every size of the gated delta net must be at least 1"
         if self.linear_value_heads % self.linear_key_heads:
             return f"linear_value_heads = {self.linear_value_heads} is not a multiple of {self.linear_key_heads}"
         if self.n_layers < self.attention_every:

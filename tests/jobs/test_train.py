@@ -46,6 +46,7 @@ REPOSITORY = Path(__file__).parents[2]
             ["--model.overrides.layers=9"],
             "unknown key model.overrides.layers\n  fix: did you mean n_layers?",
         ),
+        (["--model.overrides.n_layers=1000000000"], "n_layers = 1000000000 is more than 10000"),
         (["--model.overrides.n_kv_heads=3"], "n_heads = 4 is not a multiple of n_kv_heads = 3"),
         (["--model.architecture=rnn"], "model.architecture = 'rnn' is not known"),
         (

@@ -1,4 +1,4 @@
-"""`torchtitan-cp check` says whether a config would run on a number of ranks, or what is wrong with it."""
+"""`torchtitan-cp check`: whether a config would run on so many ranks, or what is wrong with it."""
 
 import logging
 
@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: list[str]) -> int:
-    description = "Say whether a config would run on a number of ranks, or what is wrong with it (exit code 2)."
-    parser = config_parser("check", description)
+    about = "Say whether a config would run on so many ranks, or what is wrong with it (exit code 2)."
+    parser = config_parser("check", about)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--ranks", type=at_least(1), metavar="N", default=1, help="ranks on all nodes (default 1)")
+    size.add_argument("--ranks", type=at_least(1), metavar="N", default=1, help="of the job, on all nodes (default 1)")
     size.add_argument(
-        "--nodes", type=at_least(1), metavar="N", help="N nodes with the GPUs of this one (or 2 ranks each)"
+        "--nodes", type=at_least(1), metavar="N", help="a rank per GPU of this machine (2 without) on each of N nodes"
     )
     parser.add_argument("--doctor", action="store_true", help="check the config as the doctor runs it")
     parser.add_argument("--parity", "--verify-parity", action="store_true", help="check it as that flag runs it")
@@ -36,13 +36,13 @@ def main(arguments: list[str]) -> int:
 
 
 def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
-    """Check a config, and return a line that says what would run.
+    """A line that says what would run.
 
     Args:
-        trains: also check the checkpoint whose weights training would start from; comparisons take fresh weights.
+        trains: from the weights of a checkpoint if the config says so; comparisons take fresh ones.
 
     Raises:
-        UserError, ContextParallelError: the first problem found.
+        UserError, ContextParallelError: the first thing found wrong.
     """
     run = resolve_run(config, ranks)
     check_files(config)
@@ -52,8 +52,10 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
     for stage in run.stages:
         rope = stage.rope
         if rope and rope.kind == "yarn" and (reach := rope.factor * rope.original_seq_len) < stage.seq_len:
-            problem = f"factor x original_seq_len = {reach:.0f} is shorter than the stage's seq_len = {stage.seq_len}"
-            logger.warning("curriculum.stages[%d].rope: %s", stage.index, problem)
+            logger.warning(
+                f"curriculum.stages[{stage.index}].rope: factor x original_seq_len = {reach:.0f} is shorter than the "
+                f"stage's seq_len = {stage.seq_len}"
+            )
         try:
             if config.model.hub_checkpoint:
                 config_for_hub(config.model, args, stage.seq_len, rope)

@@ -1,4 +1,4 @@
-"""Runs a command with the architectures registered, and ends it with one message after an error of the user."""
+"""What a command runs with: the architectures by name, and errors that end it with one message."""
 
 import signal
 import sys

@@ -1,17 +1,21 @@
-"""`torchtitan-cp doctor` says whether context parallelism is safe for a config's model, or which layer is at fault."""
+"""`torchtitan-cp doctor`: whether context parallelism is safe for a config's model, or which layer makes it unsafe."""
 
 from torchtitan_cp.cli import train
 from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides
 
 
 def main(arguments: list[str]) -> int:
-    description = (
-        "Run a config's model on a short sequence, on this node's ranks and on one process, and compare. It prints a "
-        "table of layers, probes, and a verdict with the layer and class at fault (exit code 5)."
+    parser = config_parser(
+        "doctor",
+        "Run a short sequence of a config's model on this node's ranks and on one process, and compare: a table of its "
+        "layers, probes, and a verdict with the layer and class at fault (exit code 5).",
     )
-    parser = config_parser("doctor", description)
-    parser.add_argument("--ranks", type=at_least(1), metavar="N", help="share the sequence (default one per GPU, or 2)")
-    parser.add_argument("--length", type=at_least(0), default=0, help="tokens (default 256, or more than any window)")
+    parser.add_argument(
+        "--ranks", type=at_least(1), metavar="N", help="all share the sequence (default: one per GPU; 2 without)"
+    )
+    parser.add_argument(
+        "--length", type=at_least(0), metavar="LENGTH", default=0, help="tokens (default: 256, or past every window)"
+    )
     options, overrides = parse_with_overrides(parser, arguments)
     ranks = ["--nproc", str(options.ranks)] if options.ranks else []
     return train.main([options.config, *ranks, "--doctor", str(options.length), *overrides])

@@ -1,6 +1,6 @@
 """`torchtitan-cp evaluate CHECKPOINT` evaluates a checkpoint: losses, context gain, retrieval by length and depth.
 
-It has no time limit, and writes evaluation.json and PNG images. It runs in one process, or on several ranks
+It has no time limit, and writes evaluation.json and PNG images. Runs in one process, or on several ranks
 that share every sequence: `torchrun --nproc-per-node 8 -m torchtitan_cp.cli.evaluate CHECKPOINT`.
 """
 
@@ -21,6 +21,7 @@ from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_save
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.errors import name_in_errors
 from torchtitan_cp.config.names import VARIANTS, format_tokens
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.evaluation.result import EvaluationResult
@@ -29,31 +30,33 @@ from torchtitan_cp.runtime.device import World, find_device, start_ranks, stop_r
 from torchtitan_cp.training.registry import args_from
 from torchtitan_cp.training.trainer import Trainer
 
-WAIT_SECONDS = 3600.0  # for another rank
+WAIT_SECONDS = 3600.0
 
 
 def evaluate(saved: SavedModel, config: Config, world: World, number: int | None = None) -> EvaluationResult:
     """Evaluate a checkpoint. Collective.
 
     Args:
-        config: what `evaluation_config` makes of the run's config for these ranks.
-        number: stage, from 0, whose length and text are used; None: the checkpoint's own.
+        config: of the run, as `evaluation_config` gives it for these ranks.
+        number: of the stage, from 0, whose length and text are used; None: the checkpoint's own.
 
     Raises:
-        UserError: the config does not fit the ranks, the corpus is not the run's, a file cannot be read, or nothing
-            is held out.
+        UserError: the config does not fit the ranks, the text is not that of the run, a file cannot be read, or
+            nothing is held out.
     """
     trainer = Trainer(config, world, args_from(config.model, saved.sizes))
-    # Of another corpus, text that was trained on may be held out now.
+    # Of other text, some that was trained on may be held out now.
     identity = {name: value for name, value in trainer.progress.identity.items() if name.startswith("data")}
     check_identity(saved.progress.identity, identity, saved.path, "run this in the folder where training was started")
-    stage = trainer.stages[saved.number if number is None else number]
+    stage = trainer.stages[saved.stage_index if number is None else number]
     load_weights(saved, trainer.model.parts)
     columns = SpinnerColumn(), TextColumn("{task.completed:.0f} batches"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=world.rank != 0) as bar:
         task = bar.add_task("evaluating", total=None)
         trainer.evaluator.set_activity = lambda _: bar.update(task, advance=1)
-        batch_layout = trainer.model.configure_stage(trainer.stages[saved.number])  # with the rope it was trained with
+        batch_layout = trainer.model.configure_stage(
+            trainer.stages[saved.stage_index]
+        )  # with the rope it was trained with
         result = trainer.evaluator.evaluate(stage, batch_layout, saved.progress, at_end=True)
     if result is None:
         raise ConfigError(
@@ -64,7 +67,7 @@ def evaluate(saved: SavedModel, config: Config, world: World, number: int | None
 
 
 def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -> Config:
-    """The run's config for ranks that share every sequence, with defaults for what only training needs."""
+    """The run's config for ranks that share every sequence, without what only training needs."""
 
     def without_training(stage: Stage) -> Stage:
         tokens = stage.seq_len * config.training.micro_batch_sequences
@@ -85,16 +88,17 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
 
 
 def write_result(out: Path, saved: SavedModel, stage: Stage, result: EvaluationResult) -> None:
-    """Write evaluation.json, and images of loss by position and of each variant of prompts, to an existing folder."""
+    """Write evaluation.json, and images of loss by position and of each variant of prompts."""
+    out.mkdir(parents=True, exist_ok=True)
     name = stage.name or format_tokens(stage.seq_len)
     about = {"checkpoint": str(saved.path), "stage": name, "seq_len": stage.seq_len}
     (out / "evaluation.json").write_text(json.dumps({**about, **result.to_json()}, indent=1) + "\n", encoding="utf-8")
     curve = {saved.path.name: (result.position_starts, result.position_losses)}
     imsave(out / "loss_by_position.png", draw_loss_by_position(curve))
-    for variant, retrieval in result.retrieval.items():
-        if retrieval.by_length():
-            image = draw_retrieval_map(*retrieval, trained_length=saved.stage.seq_len, title=variant)
-            imsave(out / f"{variant}.png", image)
+    for variant, found in result.retrieval.items():
+        if not found.by_length():
+            continue
+        imsave(out / f"{variant}.png", draw_retrieval_map(*found, trained_length=saved.stage.seq_len, title=variant))
 
 
 def main(arguments: list[str]) -> int:
@@ -108,20 +112,26 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="variants of prompts")
     parser.add_argument(
-        "--lengths", nargs="+", type=at_least(1), help="tokens of a prompt; on ranks multiples of 2 x ranks"
+        "--lengths", nargs="+", type=at_least(1), help="tokens of a prompt; on several ranks multiples of 2 x ranks"
     )
-    parser.add_argument("--depths", type=at_least(1), help="number of positions of the key, evenly from top to end")
+    parser.add_argument("--depths", type=at_least(1), help="how many places of the key, evenly from top to end")
     parser.add_argument("--trials", type=at_least(0), help="prompts for each length and depth")
     parser.add_argument("--tokens", type=at_least(1), help="held-out tokens that each loss is measured on")
-    parser.add_argument("--stage", type=int, help="stage whose length and text are used, from 1 (default its own)")
-    parser.add_argument("--out", type=Path, help="folder to write (default evaluation/step-N[-stage-M] in the run's)")
+    parser.add_argument(
+        "--stage", type=int, help="number of the stage whose length and text are used (default its own)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder to write (default evaluation/step-N in the run's folder, step-N-stage-M for another stage)",
+    )
     options = parser.parse_args(arguments)
     options.variants, options.lengths = (None if x is None else tuple(x) for x in (options.variants, options.lengths))
     return run_command(lambda: _evaluate(options))
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    """Evaluate on this job's ranks, write and print the result. Returns the exit code."""
+    """Evaluate on the ranks there are, write and print the result. Returns the exit code."""
     if "RANK" not in os.environ:
         dist.init_process_group(find_device().backend, store=dist.HashStore(), rank=0, world_size=1)
     world = start_ranks(WAIT_SECONDS)
@@ -129,16 +139,25 @@ def _evaluate(options: argparse.Namespace) -> int:
     if world.rank == 0 and max(options.lengths or (0,)) > saved.stage.seq_len:
         print(saved.length_note, file=sys.stderr)
     stages = saved.config.curriculum.stages
-    number = saved.number if options.stage is None else options.stage - 1
+    number = saved.stage_index if options.stage is None else options.stage - 1
     if not 0 <= number < len(stages):
         raise ConfigError(f"--stage {options.stage} does not exist", fix=f"give one of 1 to {len(stages)}")
-    suffix = "" if number == saved.number else f"-stage-{number + 1}"
-    out = options.out or saved.path.parents[1] / "evaluation" / f"{saved.path.name}{suffix}"
-    out.mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
-    result = evaluate(saved, evaluation_config(saved.config, world.size, options), world, number)
+    other = f"-stage-{number + 1}" * (number != saved.stage_index)
+    out = options.out or saved.path.parents[1] / "evaluation" / f"{saved.path.name}{other}"
+    try:  # before the work
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}", fix="give another folder with --out") from None
+    found = evaluate(saved, evaluation_config(saved.config, world.size, options), world, number)
+    if options.lengths and not any(one.by_length() for one in found.retrieval.values()):
+        raise ConfigError(
+            f"none of --lengths is measured; left out: {'; '.join(found.left_out) or 'all, without --trials'}",
+            fix="give lengths that hold a question, with --trials above 0",
+        )
     if world.rank == 0:
-        print("\n".join(result.lines(int(saved.path.name.removeprefix("step-")), stages[number].seq_len)))
-        write_result(out, saved, stages[number], result)
+        print("\n".join(found.lines(int(saved.path.name.removeprefix("step-")), stages[number].seq_len)))
+        with name_in_errors(out):
+            write_result(out, saved, stages[number], found)
         print(f"written to {out}")
     stop_ranks()
     return 0

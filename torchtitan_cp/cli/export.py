@@ -3,19 +3,31 @@
 import argparse
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.training.export import export
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="torchtitan-cp export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
-    parser.add_argument("out", type=Path, help="folder to create")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights as written (default float32)",
+    )
     options = parser.parse_args(arguments)
 
     def write() -> int:
-        export(options.checkpoint, options.out, options.dtype)
+        try:
+            export(options.checkpoint, options.out, options.dtype)
+        except (OSError, SafetensorError) as error:
+            problem = f"{options.out} cannot be written: {getattr(error, 'strerror', None) or error}"
+            raise ConfigError(problem, fix="free some space, or give the path of a new folder") from None
         print(f"{options.out} is written")
         return 0
 

@@ -31,17 +31,18 @@ from torchtitan_cp.training.plain_attention import delta_steps
 from torchtitan_cp.training.registry import args_from, check_length, empty_model
 
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
-CONTEXT = 16  # tokens that are decoded with a new one, because a tokenizer may drop the space before a first token
+CONTEXT = 16  # tokens before a new one that are decoded with it, for the space between them
 
-# Keys and values of the tokens so far in one layer, `[B, s, Hkv, D]`; with a window, only those it sees. A layer
-# without keys keeps what it carries from token to token. Empty at first.
+
+# Keys and values of one layer's tokens so far, `[B, s, Hkv, D]`; with a window, only those it sees. Of layers without
+# keys, what they carry from token to token. Empty at first.
 KVCache = list[Tensor]
 
 
 class CachedAttention:
-    """The parts of a model that mix tokens: first over a whole prompt, then over one new token and all before it.
+    """What crosses tokens in the model: of a whole prompt at first, then of one token at a time with all before it.
 
-    Every call takes the next cache, in the order in which the layers run.
+    Every call takes the next of the caches, in the order the layers run.
     """
 
     def __call__(
@@ -61,7 +62,7 @@ class CachedAttention:
         return out
 
     def causal_conv(self, x: Tensor, weight: Tensor, caches: Iterator[KVCache], **options: Any) -> Tensor:
-        """Like `attention.causal_conv`; the cache holds the last W - 1 rows."""
+        """As `attention.causal_conv`; the cache holds the last W - 1 rows."""
         cache, new = next(caches), x.shape[1]
         x = torch.cat([*cache, x], 1)
         cache[:] = [x[:, max(0, x.shape[1] - weight.shape[1] + 1) :]]
@@ -70,7 +71,7 @@ class CachedAttention:
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, caches: Iterator[KVCache], *, qk_l2norm: bool
     ) -> Tensor:
-        """Like `attention.gated_delta_rule`, in fp32; the cache holds the state, `[B, Hv, K, V]`."""
+        """As `attention.gated_delta_rule`, in fp32; the cache holds the state, `[B, Hv, K, V]`."""
         cache, dtype = next(caches), v.dtype
         q, k, v, g, beta = (x.float() for x in (q, k, v, g, beta))
         if qk_l2norm:
@@ -79,7 +80,7 @@ class CachedAttention:
         if cache:
             out, state = delta_steps(q, k, v, g.exp(), beta, cache[0])
         else:
-            # After the prompt, one query for each row of the state reads it; zero keys and gates leave it unchanged.
+            # Behind the prompt, a query for each row of the state reads it, without a step or a gate that changes it.
             rows = torch.eye(key_dim, dtype=q.dtype, device=q.device)[None, :, None].expand(len(q), -1, q.shape[2], -1)
             k, v, g, beta = (torch.cat([x, x.new_zeros(len(x), key_dim, *x.shape[2:])], 1) for x in (k, v, g, beta))
             out = gated_delta_rule(torch.cat([q, rows], 1), k, v, g, beta, make_plan(tokens + key_dim))
@@ -92,7 +93,7 @@ attend_cached = CachedAttention()
 
 
 def new_caches(model: nn.Module) -> list[KVCache]:
-    """Empty caches, enough for every layer: attention uses one, a convolution with its delta rule two."""
+    """As many as the model's layers take: attention one, a convolution and its rule two."""
     return [KVCache() for _ in range(2 * len(model.layers))]  # type: ignore[arg-type]
 
 
@@ -101,7 +102,7 @@ def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
     args = args_from(saved.config.model, saved.sizes)
     model: nn.Module = empty_model(saved.config.model, args, attend_cached)
     names = [name for name in model.state_dict() if name in saved.tensors]
-    # A tied output is not among these names, and assigning unties it.
+    # A tied output is not among the names, and assigning unties it.
     model.load_state_dict(saved.read(names), strict=False, assign=True)
     if args.tie_embeddings:
         model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
@@ -124,10 +125,10 @@ def generate(
     Args:
         model: built with `attend_cached`.
         prompt: token ids, at least one.
-        max_tokens: yield at most so many.
+        max_tokens: how many to yield at most.
         temperature: divides the logits; 0 takes the most likely token.
-        generator: random numbers, on the CPU.
-        end_ids: tokens that end the text; they are not yielded.
+        generator: on the CPU.
+        end_ids: each ends the text and is not yielded.
     """
     caches = new_caches(model)
     device = next(model.parameters()).device
@@ -147,50 +148,62 @@ def generate(
 
 def sample_token(logits: Tensor, temperature: float, generator: torch.Generator | None) -> int:
     """Draw a token from `[V]` logits; at temperature 0 the most likely one."""
-    if temperature < 1e-6:  # lower ones would make a logit infinite
+    if not temperature:
         return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+    relative = (logits - logits.max()).double()  # at most 0, which no temperature makes infinite
+    return int(torch.multinomial((relative / temperature).softmax(-1), 1, generator=generator))
 
 
 def stream_text(tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[int]) -> Iterator[str]:
     """Yield the text of the tokens as they come, in whole characters."""
-    before, new, text = list(prompt[-CONTEXT:]), list[int](), ""
+    ids = prompt[-CONTEXT:]
+    text = tokenizer.decode(ids)
+    yielded = len(text)
     for token in tokens:
-        new.append(token)
-        text = tokenizer.decode(before + new)[len(tokenizer.decode(before)) :]
+        ids = [*ids, token]
+        text = tokenizer.decode(ids)
         if not text.endswith(UNFINISHED):
-            yield text
-            before, new, text = (before + new)[-CONTEXT:], [], ""
-    if text:
-        yield text
+            yield text[yielded:]
+            ids = ids[-CONTEXT:]
+            text = tokenizer.decode(ids)
+            yielded = len(text)
+    if text[yielded:]:
+        yield text[yielded:]
 
 
 def user_lines() -> Iterator[str]:
-    """Yield the lines of standard input; on a terminal with a prompt sign."""
+    """Lines of standard input to its end; a person gets a prompt sign.
+
+    Raises:
+        ConfigError: one is not UTF-8.
+    """
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
+            line.encode()  # in some locales other bytes come as half surrogate pairs
         except EOFError:
             return
+        except UnicodeError as error:
+            raise ConfigError(f"a line of standard input is not UTF-8: {error}", fix="convert it to UTF-8") from None
         yield line
 
 
 def print_stream(texts: Iterable[str]) -> str:
-    """Print pieces of text as they come, then a line break. Returns the whole text."""
-    whole = ""
+    """Print a line piece by piece, as it is made. Returns it."""
+    line = ""
     for text in texts:
         print(text, end="", flush=True)
-        whole += text
+        line += text
     print()
-    return whole
+    return line
 
 
 def chat(lines: Iterable[str], answer: Callable[[list[dict[str, str]]], str], system: str = "") -> None:
-    """Print an answer to each line. Each answer encodes the whole conversation, as some templates shorten older turns.
+    """Print an answer to each line. All turns before it are written anew, as some templates shorten older ones.
 
     Args:
-        lines: what the user types. `/quit` ends the conversation, `/file PATH` puts a file's text before the next line.
-        answer: prints and returns what follows the messages.
+        lines: of a user. `/quit` ends the conversation, and `/file PATH` puts the file's text before the next line.
+        answer: prints what follows the messages, and gives it.
         system: the first message, if there is one.
     """
     messages, before = [{"role": "system", "content": system}] if system else [], ""
@@ -208,15 +221,28 @@ def chat(lines: Iterable[str], answer: Callable[[list[dict[str, str]]], str], sy
             before = ""
 
 
+def utf8_text(argument: str) -> str:
+    """The argument; argparse refuses it by the error that bytes which are not UTF-8 raise here."""
+    argument.encode()
+    return argument
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="torchtitan-cp generate", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
+    parser.add_argument(
+        "checkpoint", type=Path, help="a run's folder or its checkpoints/ (the newest one), or a step-N folder"
+    )
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--prompt", help="text to continue; - reads standard input, which may be longer")
-    commands = "/file PATH puts a file before the next line, /quit ends"
-    task.add_argument("--chat", action="store_true", help=f"answer each line of standard input; {commands}")
-    parser.add_argument("--system", default="", help="with --chat: the system's message")
-    parser.add_argument("--max-tokens", type=at_least(0), default=200, help="most tokens to generate (default 200)")
+    task.add_argument("--prompt", type=utf8_text, help="text to continue; - reads standard input, which may be longer")
+    task.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer each line of standard input; /file PATH puts a file before the next line, /quit ends",
+    )
+    parser.add_argument("--system", type=utf8_text, default="", help="with --chat: the system's message")
+    parser.add_argument(
+        "--max-tokens", type=at_least(0), default=200, help="how many to generate at most (default 200)"
+    )
     parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of the random numbers (default 0)")
     options = parser.parse_args(arguments)
@@ -241,10 +267,13 @@ def _generate(options: argparse.Namespace) -> int:
     generator = torch.Generator().manual_seed(options.seed)
 
     def continue_text(prompt: list[int], text: str = "") -> str:
-        check_length(args, "the prompt with --max-tokens", len(prompt) + options.max_tokens)
+        check_length(args, "the prompt", len(prompt))
+        # The last token takes no position.
+        most = min(options.max_tokens, args.longest + 1 - len(prompt)) if args.longest else options.max_tokens
         if len(prompt) + options.max_tokens > saved.stage.seq_len:
-            print(saved.length_note, file=sys.stderr)
-        tokens = generate(model, prompt, options.max_tokens, options.temperature, generator, ends)
+            cut = f", and cut at its {args.longest} learned positions" if most < options.max_tokens else ""
+            print(f"{saved.length_note}{cut}", file=sys.stderr)
+        tokens = generate(model, prompt, most, options.temperature, generator, ends)
         return print_stream(chain([text], stream_text(tokens, tokenizer, prompt)))
 
     if template:

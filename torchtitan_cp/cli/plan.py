@@ -22,19 +22,29 @@ HERE = "here"
 
 
 def main(arguments: list[str]) -> int:
-    description = "Estimate memory, messages and time of each stage, without running it. Exit code 1: one does not fit."
-    parser = config_parser("plan", description)
-    devices = [*ACCELERATORS, HERE]
+    parser = config_parser(
+        "plan",
+        "Memory, messages and time of each stage of a config on a cluster, without running it. Exit code 1: a stage "
+        "does not fit.",
+    )
     parser.add_argument(
-        "--device", default="h100-80g", choices=devices, help="default h100-80g; here: measure this one"
+        "--device",
+        default="h100-80g",
+        choices=[*ACCELERATORS, HERE],
+        help="default h100-80g; here: this machine's, measured in a few seconds",
     )
     parser.add_argument("--nodes", type=at_least(1), metavar="N", default=1, help="nodes of the job (default 1)")
     parser.add_argument("--gpus-per-node", type=at_least(0), default=0, help="default: the device's usual node")
-    bandwidth = at_least(0, float)
-    parser.add_argument("--intra-bandwidth", type=bandwidth, default=0.0, help="GB/s a rank sends inside a node")
-    parser.add_argument("--inter-bandwidth", type=bandwidth, default=0.0, help="GB/s a rank sends to other nodes")
+    parser.add_argument(
+        "--intra-bandwidth", type=at_least(0, float), default=0.0, help="GB/s a rank sends inside a node"
+    )
+    parser.add_argument(
+        "--inter-bandwidth", type=at_least(0, float), default=0.0, help="GB/s a rank sends to other nodes"
+    )
     parser.add_argument("--search", action="store_true", help="find the fastest degrees and modes that fit")
-    parser.add_argument("--write", type=Path, metavar="TOML", help="with --search: a new file for the config it finds")
+    parser.add_argument(
+        "--write", type=Path, metavar="TOML", help="with --search: write the config it finds to a new file"
+    )
     options, overrides = parse_with_overrides(parser, arguments)
     if options.write and not options.search:
         parser.error("--write writes what --search finds; give both")
@@ -42,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _plan(config: Config, options: argparse.Namespace) -> int:
-    """Print the estimates of a config, or of the one that a search finds. Returns the exit code."""
+    """Print the estimates of a config, or of what a search finds. Returns the exit code."""
     console = Console(width=200 if not sys.stdout.isatty() else None, highlight=False, markup=False)
     check_stages(config)
     cluster = _cluster_of(options, config)

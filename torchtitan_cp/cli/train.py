@@ -1,4 +1,4 @@
-"""`torchtitan-cp train`, which run_train.sh calls, checks a config and then starts this node's ranks."""
+"""`torchtitan-cp train`, which run_train.sh calls: checks a config, then starts this node's ranks."""
 
 import argparse
 import importlib
@@ -15,21 +15,22 @@ from torchtitan_cp.config import UserError, format_error, load_config
 from torchtitan_cp.config.check import CUDA_GRAPHS
 from torchtitan_cp.config.load import OVERRIDE
 
-# It is beside this package, both in a checkout and when installed.
+# Beside this package, in a checkout as when it is installed.
 TRAIN = Path(__file__).parents[2] / "train.py"
+DRY_RUN_OPTIONS = ("--world-size", "--rank", "--device")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --verify-parity and --doctor, which the launcher and train.py both take."""
-    comparisons = {
+    checks = {
         "--verify-parity": "compare the first step, cut to LENGTH tokens (default 512), with one rank; exit code 5: it "
         "differs",
         "--doctor": "say whether context parallelism is safe for the model, at LENGTH tokens; exit code 5: it is not",
     }
     group = parser.add_mutually_exclusive_group()
-    for flag, text in comparisons.items():
-        group.add_argument(flag, nargs="?", const=0, type=at_least(0), metavar="LENGTH", help=f"train nothing: {text}")
+    for flag, what in checks.items():
+        group.add_argument(flag, nargs="?", const=0, type=at_least(0), metavar="LENGTH", help=f"train nothing: {what}")
 
 
 def default_ranks() -> int:
@@ -38,13 +39,13 @@ def default_ranks() -> int:
 
 
 def load_launcher(check: list[str]) -> Any:
-    """Import the module that starts ranks, which takes as long as torch, while another process checks the config.
+    """The module that starts ranks, imported while a config is checked; it imports torch.
 
     Args:
-        check: command that checks the config and prints what is wrong with it.
+        check: command that says what is wrong with the config.
 
     Raises:
-        SystemExit: the config would not run.
+        SystemExit: the config would not run, or a signal came first.
     """
     check_process: subprocess.Popen[bytes] | None = None
 
@@ -56,9 +57,9 @@ def load_launcher(check: list[str]) -> Any:
 
     for number in SIGNALS:
         signal.signal(number, exit_before_start)
-    # torch logs each lost connection as a warning with forty lines of C++ frames, here and on ranks.
+    # torch logs each lost connection as a warning with forty lines of C++ frames, here and on the ranks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # A new session keeps the terminal's Ctrl-C from it.
+    # In a session of its own it does not hear the terminal's Ctrl-C.
     check_process = subprocess.Popen(check, start_new_session=True)
     try:
         launcher = import_without_gc("torchtitan_cp.runtime.launcher")
@@ -79,7 +80,9 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file")
-    parser.add_argument("--nproc", type=at_least(1), metavar="N", help="ranks on this node (default one per GPU, or 2)")
+    parser.add_argument(
+        "--nproc", type=at_least(1), metavar="N", help="ranks on this node (default: one per GPU; 2 without)"
+    )
     parser.add_argument("--nnodes", type=at_least(1), metavar="N", default=1, help="nodes (default 1)")
     parser.add_argument("--node-rank", type=int, metavar="N", default=0, help="ignored; nodes number themselves")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of node 0, the same on every node, with --nnodes")
@@ -87,9 +90,12 @@ def main(arguments: list[str]) -> int:
     options, rest = parse_with_overrides(parser, arguments)
     if options.nnodes > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of node 0, the same on every node")
+    named = {entry.partition("=")[0] for entry in rest}
+    if "--dry-run" not in rest and not named.isdisjoint(DRY_RUN_OPTIONS):
+        parser.error(f"{', '.join(DRY_RUN_OPTIONS)} need --dry-run")
     program = [str(TRAIN), options.config, *rest]
     if "--dry-run" in rest:
-        if options.nproc and not any(entry.startswith("--world-size") for entry in rest):
+        if options.nproc and "--world-size" not in named:
             program += ["--world-size", str(options.nproc * options.nnodes)]
         os.execv(sys.executable, [sys.executable, *program])
     try:
@@ -97,7 +103,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(format_error(options.config, error), file=sys.stderr)
         return 2
-    # The check gives one clear message and exit code 2 before any rank starts.
+    # One clear message and exit code 2 before any rank starts.
     nodes = options.nnodes
     ranks_of_job = ["--ranks", str(options.nproc * nodes)] if options.nproc else ["--nodes", str(nodes)]
     check = ["-m", "torchtitan_cp", "check", options.config, *ranks_of_job, *rest]
@@ -106,7 +112,7 @@ def main(arguments: list[str]) -> int:
             check.append(flag)
             program += [flag, str(length)]
     if config.compile.mode not in CUDA_GRAPHS and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # Varying lengths fragment a GPU's memory less this way. With CUDA graphs NCCL may hang under it.
+        # Lengths that differ by stage and document leave fewer gaps in a GPU's memory. NCCL in CUDA graphs may hang.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     launcher = load_launcher([sys.executable, *check])
     ranks = options.nproc or default_ranks()

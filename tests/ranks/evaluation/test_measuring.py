@@ -407,7 +407,6 @@ def grid(folder: Path, out: Path, number: int | None = None, tokens: int | None 
     world = start_ranks(60.0)
     found = evaluate(saved, evaluation_config(saved.config, world.size, options), world, number)
     if world.rank == 0:
-        out.mkdir()
         write_result(out, saved, saved.stage, found)
     dist.barrier()
     return json.loads((out / "evaluation.json").read_text())
@@ -437,6 +436,11 @@ def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_
     assert code == 2
     assert said.startswith("error: --stage 9 does not exist")
     few = (str(folder / "run"), "--trials", "1", "--tokens", "64", "--lengths")
+    code, said = ranks(1)(refused, *few, "3")[0]
+    assert code == 2
+    assert "error: none of --lengths is measured; left out: " in said
+    assert "passkey at 3 tokens, too short for its question" in said
+    assert not list((folder / "run" / "evaluation").glob("*/*")), "a result that is there stays"
     code, said = ranks(1)(refused, *few, "128", "--stage", "1")[0]
     written = [file.parent.name for file in (folder / "run/evaluation").glob("*/evaluation.json")]
     assert (code, written) == (0, ["step-3-stage-1"]), "the checkpoint's own result stays"

@@ -263,8 +263,8 @@ def test_ranks_with_different_configs_are_refused_with_the_difference(
     configs[1].write_text("training.seed = 5\n[[curriculum.stages]]\nseq_len = 256\n")
     with pytest.raises(
         RankFailure,
-        match=r"(?s)the ranks differ in config, code or versions: rank 0 has training.seed 0, rank 1 has 5; "
-        r"rank 0 has curriculum.stages\[0\].seq_len 128, rank 1 has 256\n.*from the same files",
+        match=r"(?s)the ranks differ in config, code or versions: training.seed: rank 0 has 0, rank 1 has 5; "
+        r"curriculum.stages\[0\].seq_len: rank 0 has 128, rank 1 has 256\n.*from the same files",
     ):
         ranks(2)(compare, configs, sources)
 
@@ -272,13 +272,13 @@ def test_ranks_with_different_configs_are_refused_with_the_difference(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("[[curriculum.stages]]\n", r"rank 0 has curriculum.stages '\[0\]', rank 1 has '\[0\], \[1\]'"),
+        ("[[curriculum.stages]]\n", r"curriculum.stages: rank 0 has '\[0\]', rank 1 has '\[0\], \[1\]'"),
         (
             "rope = {kind = 'ntk', factor = 2}\n",
-            r"rank 0 has curriculum.stages\[0\].rope None, rank 1 has 'theta",
+            r"curriculum.stages\[0\].rope: rank 0 has None, rank 1 has 'theta",
         ),
-        ("[model.overrides]\ndim = 8\n", r"rank 0 has model.overrides 'nothing', rank 1 has 'dim'"),
-        ("[health]\npolicy = []\n", r"rank 0 has health.policy \('rollback', 'lower_lr'\), rank 1 has \(\)"),
+        ("[model.overrides]\ndim = 8\n", r"model.overrides: rank 0 has 'nothing', rank 1 has 'dim'"),
+        ("[health]\npolicy = []\n", r"health.policy: rank 0 has \('rollback', 'lower_lr'\), rank 1 has \(\)"),
     ],
 )
 def test_an_entry_that_one_rank_alone_has_is_found(

@@ -44,8 +44,8 @@ def test_every_command_says_what_it_takes_and_another_is_a_message(capsys: pytes
     ("arguments", "said"),
     [
         (["--nnodes", "2"], "several nodes need --rdzv-endpoint"),
-        (["--nproc", "0"], "argument --nproc: 0 is not 1 or more"),
-        (["--verify-parity", "-4"], "argument --verify-parity: -4 is not 0 or more"),
+        (["--nproc", "0"], "argument --nproc: 0 is not between 1 and 2^62"),
+        (["--verify-parity", "-4"], "argument --verify-parity: -4 is not between 0 and 2^62"),
     ],
 )
 def test_what_makes_no_job_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,10 +61,11 @@ def test_what_makes_no_job_is_refused(arguments: list[str], said: str, capsys: p
         ["check", "x.toml", "--ranks", "0"],
         ["doctor", "x.toml", "--length", "-5"],
         ["plan", "x.toml", "--nodes", "0"],
-        ["plan", "x.toml", "--inter-bandwidth", "-1"],
+        ["plan", "x.toml", "--inter-bandwidth", "inf"],
         ["evaluate", "run", "--depths", "0"],
         ["evaluate", "run", "--lengths", "0"],
         ["generate", "run", "--chat", "--temperature", "nan"],
+        ["generate", "run", "--chat", "--seed", f"{2**80}"],
     ],
 )
 def test_a_number_out_of_range_is_refused_by_its_option(
@@ -72,7 +73,7 @@ def test_a_number_out_of_range_is_refused_by_its_option(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert f"argument {arguments[-2]}: {arguments[-1]} is not " in capsys.readouterr().err
+    assert f"argument {arguments[-2]}: {arguments[-1]} is not between " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -402,6 +403,8 @@ def test_rank_0_logs_at_the_level_of_the_config(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--world-size", "8"], "--world-size, --rank, --device need --dry-run"),
+        (["--device=h100-80g"], "--world-size, --rank, --device need --dry-run"),
         (["--doctor", "--verify-parity"], "argument --verify-parity: not allowed with argument --doctor"),
     ],
 )

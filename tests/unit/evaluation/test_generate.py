@@ -1,6 +1,7 @@
 """Generation with a cache gives what full forwards give, and text comes as it is made."""
 
 import io
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,7 +108,7 @@ def test_a_drawn_token_has_the_probability_of_the_softmax() -> None:
     assert (drawn / 4000 - want).abs().max() < 0.032
 
 
-def test_more_tokens_than_the_table_of_positions_has_are_refused(
+def test_a_text_ends_with_the_table_of_positions_and_a_longer_prompt_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     register([ARCHITECTURE])
@@ -127,13 +128,12 @@ def test_more_tokens_than_the_table_of_positions_has_are_refused(
     monkeypatch.setattr(program, "tokenizer_of", lambda _: tokenizer)
     made: list[int] = []
     monkeypatch.setattr(program, "generate", lambda *given: made.extend(generate(*given[:5])) or iter(made))
-    arguments = ["run", "--temperature", "0", "--max-tokens", "4", "--prompt"]
+    arguments = ["run", "--temperature", "0", "--prompt"]
     assert main([*arguments, "a" * 60]) == 0
-    assert len(made) == 4
-    assert "longer than the 16 tokens that step-1 was trained on" in capsys.readouterr().err
-    assert main([*arguments, "a" * 61]) == 2
-    said = "the prompt with --max-tokens = 65 is longer than this model's table of 64 learned positions"
-    assert said in capsys.readouterr().err
+    assert len(made) == 5, "the last token takes no position"
+    assert "the 16 tokens that step-1 was trained on, and cut at its 64 learned positions" in capsys.readouterr().err
+    assert main([*arguments, "a" * 65]) == 2
+    assert "the prompt = 65 is longer than this model's table of 64 learned positions" in capsys.readouterr().err
 
 
 def test_text_comes_in_whole_characters_and_all_of_it() -> None:
@@ -159,6 +159,20 @@ def test_the_text_of_a_token_takes_no_longer_after_a_long_prompt(monkeypatch: py
 def test_lines_come_from_a_pipe_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo"))
     assert list(user_lines()) == ["one", "", "two"]
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_not_utf8_is_refused(monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n\xff\n"), encoding="utf-8", errors=errors))
+    with pytest.raises(ConfigError, match="standard input is not UTF-8"):
+        list(user_lines())
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--prompt", os.fsdecode(b"a\xff")])
+    assert ended.value.code == 2
+    assert "argument --prompt: invalid utf8_text value: 'a\\udcff'" in capsys.readouterr().err
 
 
 def test_a_conversation_keeps_its_turns_and_reads_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def test_a_model_without_words_there_is_refused_before_it_is_trained(tmp_path: P
     path = write_run(tmp_path, TINY)
     with pytest.raises(ConfigError, match=r"cannot be written in Hugging Face's format: .*\n.*checkpoint.export"):
         preflight(load_config(path, ["--checkpoint.export=float32", "--model.overrides.sinks=true"]), 1)
-    with pytest.raises(ConfigError, match=r"checkpoint.export needs checkpoint.enable"):
+    with pytest.raises(ConfigError, match=r"checkpoint.export needs checkpoints"):
         preflight(load_config(path, ["--checkpoint.export=float32", "--checkpoint.enable=false"]), 1)
 
 
@@ -259,6 +259,8 @@ def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) 
     assert "config.json: unhashable type: 'list'" in hub_problem(path)
     change_config(tmp_path / "hub", model_type="llama", attention_bias=False, num_attention_heads=0)
     assert "every size must be at least 1" in hub_problem(path, *PLAIN)
+    change_config(tmp_path / "hub", num_attention_heads="4")
+    assert "config.json: num_attention_heads is '4', in quotes" in hub_problem(path)
     (tmp_path / "hub" / "config.json").write_text("null")
     assert "config.json cannot be read: 'NoneType' object is not iterable" in hub_problem(path)
     assert "~nobody-here/config.json cannot be read" in hub_problem(path, "--model.hub_checkpoint=~nobody-here")

@@ -155,7 +155,8 @@ def test_routers_that_agree_with_the_loss_are_balanced_by_it() -> None:
     [
         ("--compile.enable=true", "set compile.enable = false"),
         ("--model.overrides.experts_per_token=7", "experts_per_token = 7 of n_experts = 6 cannot be chosen"),
-        ("--model.overrides.balance=-1.0", "n_shared_experts cannot be negative"),
+        ("--model.overrides.balance=-1.0", "balance = -1.0 would reward experts"),
+        ("--model.overrides.norm_eps=-1.0", "vocab_size and norm_eps must not be negative"),
         ("--model.hub_checkpoint=/none", "model.hub_checkpoint: /none/config.json cannot be read"),
     ],
 )

@@ -222,6 +222,7 @@ def test_what_qwen3_moe_cannot_express_is_not_exported(option: dict[str, Any]) -
         ({"score_function": "tanh"}, "score_function = 'tanh' is none of softmax, sigmoid"),
         ({"n_groups": 3}, "groups_per_token = 2 of n_groups = 3 cannot be chosen"),
         ({"groups_per_token": 5}, "groups_per_token = 5 of n_groups = 4 cannot be chosen"),
+        ({"n_groups": 16}, "n_groups = 16 leaves a group one expert"),
         ({"experts_per_token": 9}, "experts_per_token = 9 are more than 2 groups have"),
         ({"router_z_loss": -1.0}, "cannot be negative"),
     ],

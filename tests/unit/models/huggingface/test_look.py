@@ -154,6 +154,7 @@ def test_counts_and_costs_are_those_of_the_native_architecture(flavor: str, conf
     ("config", "overrides", "says"),
     [
         ({"model_type": "mine"}, {}, "'mine', which transformers does not have"),
+        ({"model_type": "llama"}, {"hidden": 1}, "LlamaConfig has no 'hidden'; did you mean 'hidden_act'"),
         ({"model_type": "llama"}, {"xyz": 1}, "LlamaConfig has no 'xyz'; it has .*, vocab_size"),
         ({"model_type": "llama"}, {"hidden_size": 50}, "refuses this config of 'llama'"),
         ({"model_type": "t5"}, {}, "no causal language model of type 't5'"),
