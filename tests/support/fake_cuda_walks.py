@@ -21,12 +21,9 @@ from torchtitan_cp.config import load_config
 from torchtitan_cp.data.batches.loader import BatchLayout
 from torchtitan_cp.optim import offload
 from torchtitan_cp.parallel.offload import HostMemory
-from torchtitan_cp.planner import dry_run
-from torchtitan_cp.planner.dry_run import with_shared_batches
-from torchtitan_cp.planner.fake import StepTracker
+from torchtitan_cp.planner.dry_run import DryModel, stage_walker, with_shared_batches
 from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.training import model
-from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.resolve import resolve_run
 
@@ -174,17 +171,18 @@ def _walk(path: str, case: Case, device: str) -> dict[str, Any]:
         if case.get("fault") == "rope on the host":
             patches.enter_context(patch.object(model, "set_rope", lambda *given: plain_rope(*given[:-1], "cpu")))
         if case.get("measured") == "update":
-            tracker, update = StepTracker(device), ParallelModel.update
+            forward_backward = DryModel.forward_backward
 
-            def start_and_update(updated: ParallelModel, **given: float) -> None:
-                tracker.start_peak()
-                update(updated, **given)
+            def then_start(dry: DryModel, batches: Any) -> Any:
+                result = forward_backward(dry, batches)
+                dry.tracker.start_peak()
+                return result
 
-            patches.enter_context(patch.object(dry_run, "StepTracker", lambda device: tracker))
-            patches.enter_context(patch.object(ParallelModel, "update", start_and_update))
+            patches.enter_context(patch.object(DryModel, "forward_backward", then_start))
         if case.get("fault") == "whole state at once":
             patches.enter_context(patch.object(offload, "_parts", lambda groups: [groups]))
-        walked = dry_run.walk_stage(run, 0, device, run.stages[0])
+        walk = patches.enter_context(stage_walker(run, 0, device))
+        walked = walk(run.stages[0])
     sent: dict[str, int] = {}
     for message, times in walked.messages.items():
         sent[message.operation] = sent.get(message.operation, 0) + message.size_bytes * times

@@ -5,15 +5,15 @@ import logging
 import multiprocessing
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
 from torchtitan_cp.attention import prepare_plan
@@ -38,9 +38,9 @@ class StageWalk(NamedTuple):
     """Memory and messages of one step of a stage on one rank.
 
     Attributes:
-        micro_batches: how many the dry run executes; the others of the step repeat them.
-        peak_bytes: most memory at a time; by_kind: what it consists of at that moment.
-        messages: collective -> how often, in the micro-batches that the dry run executes.
+        micro_batches: how many were walked; the step's others repeat them.
+        peak_bytes: most at a time; by_kind: of what, at that moment.
+        messages: collective -> how often, over the micro-batches walked.
     """
 
     stage: ResolvedStage
@@ -51,22 +51,60 @@ class StageWalk(NamedTuple):
 
     @property
     def part(self) -> str:
-        """How many of the step's micro-batches the dry run executes, for a title."""
+        """Of the step's micro-batches, how many were walked."""
         return f"{self.micro_batches} of {self.stage.micro_batches}"
+
+
+class DryModel(ParallelModel):
+    """The model of one rank, with fake tensors."""
+
+    def __init__(self, run: ResolvedRun, world: World, tracker: StepTracker, stage: ResolvedStage) -> None:
+        with real_tensors():
+            meshes = Meshes(world.device.device.type, run.degrees[stage.index])
+        super().__init__(run, world, meshes, stage)
+        self.tracker, self.tp_and_pp = tracker, (stage.tp, stage.pp)
+        for parameter in self.parts.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            tracker.set_kind(parameter, "weights")
+            parameter.register_post_accumulate_grad_hook(lambda reduced: tracker.set_kind(reduced.grad, "gradients"))
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for value in self.state_tensors():
+            tracker.set_kind(value, "optimizer")
+        self.zero_grad()
+
+    def walk(self, stage: ResolvedStage) -> StageWalk:
+        """A whole optimizer step of a stage."""
+        if self.pipeline:
+            self.pipeline.release()  # what an earlier stage left
+        with real_tensors():
+            plans = self.configure_stage(stage).plans()
+            for plan in plans.values():
+                prepare_plan(plan)
+        self.tracker.start_peak()
+        rows = (stage.micro_batch_sequences, plans[0].local_tokens)
+        tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for shape in (rows, rows, rows[1:]))
+        batch = MicroBatch(tokens, labels, positions, plans)
+        # Memory repeats after two micro-batches, or one for each pipeline rank.
+        pipeline = self.meshes.pp.size()
+        batches = (batch,) * min(stage.micro_batches, pipeline if pipeline > 1 else 2)
+        self.forward_backward(batches)
+        self.update(lr=0.0, grad_norm=0.0)
+        return StageWalk(stage, len(batches), self.tracker.peak, self.tracker.at_peak, Counter(self.tracker.messages))
 
 
 def dry_run(config: Config, ranks: int, rank: int = 0, device: str = "cpu") -> list[StageWalk]:
     """Build the model as one rank of a job and run one step of each stage with fake tensors, without a device.
 
-    On the CPU attention takes the CPU kernel's path. Blocks are not compiled. A step that is too small for so many
-    ranks is made larger, and the log says so.
+    On the CPU attention takes the CPU kernel's path. Blocks are not compiled. A step too small for so many ranks is
+    made larger, and the log says so.
 
     Args:
-        ranks: number of ranks of the job; rank: the one to simulate.
-        device: device that tensors claim to be on: "cpu", or "cuda" after `use_fake_cuda`.
+        ranks: of the job; rank: the one to be.
+        device: that tensors claim to be on: "cpu", or "cuda" after `use_fake_cuda`.
 
     Raises:
-        UserError, ContextParallelError: a run would refuse the config, or there is no such rank.
+        UserError, ContextParallelError: what a run would refuse, or a rank outside the job.
     """
     if not 0 <= rank < ranks:
         raise ConfigError(f"there is no rank {rank} among {ranks}", fix=f"use --rank 0 to {ranks - 1}")
@@ -74,22 +112,25 @@ def dry_run(config: Config, ranks: int, rank: int = 0, device: str = "cpu") -> l
     config = config.with_keys(context_parallel={"kernel": kernel})
     run = resolve_run(with_shared_batches(config, ranks), ranks, sized_model_args(config))
     run = dataclasses.replace(run, config=run.config.with_keys(compile={"enable": False}, parallel={"async_tp": False}))
-    walk = partial(walk_stage, run, rank, device)
     processes = min(usable_cores(), len(run.stages))
-    if processes == 1:
-        return [walk(stage) for stage in run.stages]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        walks = pool.map(walk, run.stages)  # starts the processes, before the bar starts a thread
-        bar: dict[str, Any] = {"transient": True, "disable": not sys.stderr.isatty(), "console": Console(stderr=True)}
-        return list(track(walks, "stages walked", len(run.stages), **bar))
+    with stage_walker(run, rank, device) as walk:
+        if processes == 1:
+            return [walk(stage) for stage in run.stages]
+        # Each forked process is the rank too. The bar starts a thread, so it comes after them.
+        global _walk_stage
+        _walk_stage = walk
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+            walks = pool.map(_walk, run.stages)
+            with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress:
+                return list(progress.track(walks, len(run.stages), description="stages walked"))
 
 
 def with_shared_batches(config: Config, ranks: int) -> Config:
-    """The config with every step large enough for so many ranks; each change is logged."""
+    """The config with every step large enough for so many ranks; logs each that is enlarged."""
     stages = []
     for index, stage in enumerate(config.curriculum.stages):
         degrees = resolve_degrees(config.parallel, ranks, stage)
-        # 0 if cp is larger than the number of ranks, which resolve_run refuses.
+        # 0 of more cp than there are ranks, which resolve_run refuses.
         unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
         if unit and stage.global_batch_tokens % unit:
             needed = -(-stage.global_batch_tokens // unit) * unit
@@ -103,46 +144,36 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
     return config.with_keys(curriculum={"stages": tuple(stages)})
 
 
-def walk_stage(run: ResolvedRun, rank: int, device: str, stage: ResolvedStage) -> StageWalk:
-    """Build the model as one rank of a job, and run an optimizer step of a stage."""
-    tracker, world = StepTracker(device), World(rank, run.ranks, Device(torch.device(device), "fake"))
+@contextmanager
+def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[Callable[[ResolvedStage], StageWalk]]:
+    """Be one rank of a job. Yields what walks a stage, with one model while tp and pp stay the same."""
+    tracker, models = StepTracker(device), list[DryModel]()
+
+    def walk(stage: ResolvedStage) -> StageWalk:
+        if models and models[0].tp_and_pp != (stage.tp, stage.pp):
+            models.clear()  # frees its memory first, as a relaunch does
+        if not models:
+            world = World(rank, run.ranks, Device(torch.device(device), "fake"))
+            models.append(DryModel(run, world, tracker, stage))
+        return models[0].walk(stage)
+
     # A real tensor may be an argument beside fake ones, and torchao compiles its optimizers.
     fake, eager = FakeMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager")
     with fake_job(run.ranks, rank), fake, tracker.tracking(), eager, fake_flex():
-        with real_tensors():
-            meshes = Meshes(device, run.degrees[stage.index])
-        model = ParallelModel(run, world, meshes, stage)
-        _fill_state(model, tracker)
-        with real_tensors():
-            plans = model.configure_stage(stage).plans()
-            for plan in plans.values():
-                prepare_plan(plan)
-        tracker.start_peak()
-        rows = (stage.micro_batch_sequences, plans[0].local_tokens)
-        tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for shape in (rows, rows, rows[1:]))
-        batch = MicroBatch(tokens, labels, positions, plans)
-        # Memory repeats after two micro-batches, or in a pipeline after one for each of its ranks.
-        batches = (batch,) * min(stage.micro_batches, stage.pp if stage.pp > 1 else 2)
-        model.forward_backward(batches)
-        model.update(lr=0.0, grad_norm=0.0)
-    return StageWalk(stage, len(batches), tracker.peak, tracker.at_peak, Counter(tracker.messages))
+        yield walk
+        models.clear()
 
 
-def _fill_state(model: ParallelModel, tracker: StepTracker) -> None:
-    """Give the optimizers their state, as after a first step, and tell the tracker what weights and state are."""
-    for parameter in model.parts.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-        tracker.set_kind(parameter, "weights")
-        parameter.register_post_accumulate_grad_hook(lambda reduced: tracker.set_kind(reduced.grad, "gradients"))
-    for optimizer in model.optimizers:
-        optimizer.step()
-    for value in model.state_tensors():
-        tracker.set_kind(value, "optimizer")
-    model.zero_grad()
+_walk_stage: Callable[[ResolvedStage], StageWalk]
+
+
+def _walk(stage: ResolvedStage) -> StageWalk:
+    """Walk a stage in a process of a pool."""
+    return _walk_stage(stage)
 
 
 def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:
-    """Print a table of memory, and for each stage a table of messages, largest first."""
+    """A table of memory, and one of messages for each stage, largest first."""
     memory = Table("stage", "cp", "micro-batches run", *KINDS, "peak", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     memory.title = f"rank {rank} of {ranks}, GiB at the peak"
     for walk in walks:

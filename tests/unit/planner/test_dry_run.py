@@ -8,15 +8,17 @@ import train
 from models import ARCHITECTURES
 from tests.support.deep import deep_rows
 from tests.support.runs import write_run
-from tests.support.walks import LONGER
+from tests.support.walks import LONGER, walk_all, walk_of_two
 from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.planner import dry_run as dry_run_module
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.dry_run import StageWalk, dry_run
 from torchtitan_cp.planner.estimate import plan_config
 from torchtitan_cp.planner.fake import StepTracker
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS, Heads
 from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.resolve import resolve_run
 
 
 def walk(path: Path, ranks: int, *overrides: str, rank: int = 0) -> StageWalk:
@@ -304,6 +306,15 @@ def test_what_is_remembered_counts_as_what_is_run(tmp_path: Path, monkeypatch: p
     # A key of its own for each attention, so that none is remembered.
     monkeypatch.setattr("torchtitan_cp.planner.fake._as_key", lambda leaf: object())
     assert walk(path, 8, *options) == remembered
+
+
+@pytest.mark.deep
+def test_a_stage_takes_the_same_when_nothing_was_walked_before_it(tmp_path: Path) -> None:
+    """Nor are DTensor's trials on whole tensors counted, nor what a pipeline holds from a stage that is over."""
+    config, _ = walk_of_two(tmp_path)
+    stages = resolve_run(config, 4, sized_model_args(config)).stages
+    alone = [walk_all(config, [stage])[0] for stage in stages]
+    assert walk_all(config, [stages[0], *stages, stages[0]]) == [alone[0], *alone, alone[0]]
 
 
 def test_a_rank_outside_the_job_is_refused(tmp_path: Path) -> None:
