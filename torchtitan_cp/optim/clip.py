@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_cp.attention.local_shard import local_tensor
 
@@ -48,7 +48,10 @@ def _local_and_copies(gradient: Tensor, ranks: int | None) -> tuple[Tensor, floa
     """(this rank's shard, the number of ranks that hold the same values)."""
     if not isinstance(gradient, DTensor):
         return gradient, ranks or 1
-    assert not any(placement.is_partial() for placement in gradient.placements), "FSDP sums gradients"
+    if any(placement.is_partial() for placement in gradient.placements):
+        # The norm of a sum does not follow from the norms of its parts.
+        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        gradient = gradient.redistribute(placements=whole)
     mesh, shards = gradient.device_mesh, 1
     for axis, placement in enumerate(gradient.placements):
         shards *= 1 if placement.is_replicate() else mesh.size(axis)

@@ -205,7 +205,7 @@ def _subtract_at(d_logits: Tensor, row: Tensor, values: Tensor) -> Tensor:
         is_row = torch.arange(d_logits.shape[-1], device=row.device) == row
         return torch.where(is_row, d_logits - values, d_logits)
     # Each token has one label, so scatter_ is enough; it is deterministic on CUDA, unlike scatter_add_.
-    return d_logits.scatter_(-1, row, d_logits.gather(-1, row) - values)
+    return d_logits.scatter_(-1, row, d_logits.gather(-1, row) - values) if d_logits.shape[-1] else d_logits
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -39,7 +39,8 @@ class Muon(Optimizer):
         self._rest, self._dtype = rest, dtype
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters. torch passes `closure=None` when it makes the state for a checkpoint."""
         for batch in matrix_batches(self.param_groups):
             matrices = [(group["params"][0], group) for group in batch]
             directions = _orthogonalized([self._direction(*entry) for entry in matrices])

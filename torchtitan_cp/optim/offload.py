@@ -43,19 +43,21 @@ def keep_state_on_host(optimizer: Optimizer) -> None:
                     if value.ndim:
                         optimizer.state[parameter][name] = _map_plain(value, copy)
 
-    def step() -> None:
+    def step(closure: None = None) -> None:  # torch passes it when it makes the state for a checkpoint
         groups, parts = optimizer.param_groups, _parts(optimizer.param_groups)
         move(parts[0], to_device)
-        for part, next_part in zip(parts, [*parts[1:], []], strict=True):
-            if stream:
-                torch.cuda.current_stream(device).wait_stream(stream)
-            move(next_part, to_device)
-            optimizer.param_groups = part
-            own_step()
-            if stream:
-                stream.wait_stream(torch.cuda.current_stream(device))
-            move(part, to_host)
-        optimizer.param_groups = groups
+        try:
+            for part, next_part in zip(parts, [*parts[1:], []], strict=True):
+                if stream:
+                    torch.cuda.current_stream(device).wait_stream(stream)
+                move(next_part, to_device)
+                optimizer.param_groups = part
+                own_step()
+                if stream:
+                    stream.wait_stream(torch.cuda.current_stream(device))
+                move(part, to_host)
+        finally:
+            optimizer.param_groups = groups
         if stream:
             stream.synchronize()  # a checkpoint may read the copies next
 

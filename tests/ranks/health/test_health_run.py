@@ -367,6 +367,17 @@ def test_an_overflow_is_named_and_reproduced_offline_from_its_bundle(
     assert main([str(folder / "health" / "step-3")]) == 0
 
 
+def test_a_bundle_that_cannot_be_written_is_not_named(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
+    folder = run_toml.parent / "unwritable"
+    folder.mkdir()
+    (folder / "health").touch()
+    size, overrides = LAYOUTS[OVERFLOWS["in attention"][0]]
+    arguments = (run_toml, OVERFLOWS["in attention"][1], f"--job.dump_folder={folder}", *overrides, FOUR)
+    for said in ranks(size)(overflowing_run, *arguments):
+        assert "it comes again when the step is repeated" in said
+        assert "its tensors are in" not in said
+
+
 def test_a_fault_that_is_gone_when_repeated_speaks_of_the_hardware(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
@@ -705,7 +716,7 @@ def test_a_step_that_is_skipped_costs_no_run_that_takes_its_source_to_the_end(
 
 def test_a_fault_inside_a_compiled_block_is_refused(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
     inject = ("--health.inject.step=3", "--health.inject.module=attention", "--compile.enable=true")
-    with pytest.raises(RankFailure, match=r"health.inject.module does not work with compile.enable"):
+    with pytest.raises(RankFailure, match=r"health.inject.module = 'attention' lies inside a block"):
         ranks(1)(train, run_toml, *inject)
 
 

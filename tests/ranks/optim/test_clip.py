@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -51,14 +51,19 @@ def test_every_value_counts_once_whatever_the_placements(
     assert ranks(4)(square_norm_of, placements) == [pytest.approx(55.0, rel=1e-6)] * 4
 
 
-def square_norm_of_a_plain_tensor() -> float:
+def square_norms_of_a_partial_sum_and_a_plain_tensor() -> tuple[float, float]:
     plain = nn.Parameter(torch.zeros(5))
     plain.grad = torch.arange(1.0, 6.0)
-    return summed_over_ranks([plain], ranks=4)
+    mesh = init_device_mesh("cpu", (2, 2))
+    partial = nn.Parameter(distribute_tensor(torch.zeros(5), mesh, [Replicate(), Replicate()]))
+    partial.grad = DTensor.from_local(plain.grad / 2, mesh, [Replicate(), Partial()])
+    return summed_over_ranks([partial]), summed_over_ranks([plain], ranks=4)
 
 
-def test_a_plain_tensor_on_all_ranks_counts_once(ranks: Callable[[int], RankPool]) -> None:
-    assert ranks(4)(square_norm_of_a_plain_tensor) == [pytest.approx(55.0, rel=1e-6)] * 4
+def test_partial_sums_are_added_first_and_a_plain_tensor_on_all_ranks_counts_once(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    assert ranks(4)(square_norms_of_a_partial_sum_and_a_plain_tensor) == [pytest.approx((55.0, 55.0), rel=1e-6)] * 4
 
 
 class Net(nn.Module):
