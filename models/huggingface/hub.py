@@ -126,14 +126,15 @@ class _Placement:
 def _check_unused(causal: PreTrainedModel, hub_names: list[str]) -> None:
     """Ignore old buffers and heads that predict further tokens; refuse everything else that the model lacks.
 
-    A layer with an `eh_proj`, which joins a hidden state with an embedding, is such a head.
+    A layer after the model's own that has an `eh_proj`, which joins a hidden state with an embedding, is such a head.
     """
+    layers = causal.config.num_hidden_layers
     unused = [name for name in hub_names if not name.endswith("rotary_emb.inv_freq")]
     ignored = "|".join([r"(^|\.)mtp\.", *(causal._keys_to_ignore_on_load_unexpected or [])])
-    heads = {number for name in unused if ".eh_proj." in name for number in LAYER.findall(name)}
+    numbers = {number for name in unused if ".eh_proj." in name for number in LAYER.findall(name)}
+    heads = {number for number in numbers if int(number) >= layers}
     for name in unused:
         if not re.search(ignored, name) and heads.isdisjoint(LAYER.findall(name)):
-            layers = causal.config.num_hidden_layers
             raise ValueError(f"has {name}, which the model of {layers} layers has no place for")
     if unused:
         logger.warning("%d stored tensors that this model does not use are left out, as %s", len(unused), unused[0])

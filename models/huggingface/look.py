@@ -27,7 +27,7 @@ from models.huggingface.init import on_meta
 
 _TOKENS = 29
 _SHARD = [*range(6), *range(22, 29)]  # 13 of the tokens. Both numbers are primes, so no other dim is equal to them.
-_LARGE = 2**18  # a parameter with more values than this gets no numbers
+_LARGE = 2**18  # larger parameters are left without values
 _SHIFT = 100_003  # added to positions that the model counts by itself
 _MASK_QUERIES = (2**20 - 1, 700_001, 300_007)  # positions at which a mask is evaluated
 _MASK_OFFSET = 2.0**23  # marks the masks made here; added to a window, it leaves the window exact in fp32
@@ -309,7 +309,7 @@ def _window_mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> Te
 
 
 def _window_at(query: int, mask_function: Callable[..., Tensor]) -> int:
-    """How many keys a query sees, itself included; 0: all up to itself, _NO_WINDOW: others than the last ones."""
+    """How many keys a query sees, itself included; 0: all up to itself; _NO_WINDOW: not the most recent ones."""
     keys, zero = torch.arange(query + 64), torch.tensor(0)
     allowed = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(len(keys))
     seen = int(allowed.sum())
@@ -325,7 +325,7 @@ def _window_of(mask: Tensor) -> int:
 
 
 class _Probe:
-    """A model whose small parameters have numbers, and what runs on it show."""
+    """A model with values in its small parameters, and what running it reveals."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.names = model, {module: name for name, module in model.named_modules()}

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 Message = tuple[int, Tensor]  # the other rank, and the tensor that is sent to it or received from it
 
 BYTES_AHEAD = 1 << 30
-_ahead: deque[tuple[Any, int]] = deque()  # (CUDA event behind the wait for some messages, their bytes)
+_ahead: deque[tuple[Any, int]] = deque()  # (CUDA event recorded after the wait for some messages, their bytes)
 
 Watch = Callable[[], AbstractContextManager[None]]
 _watches: tuple[Watch, Watch] = (nullcontext, nullcontext)

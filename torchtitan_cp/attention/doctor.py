@@ -260,7 +260,7 @@ def _owner(event: Event) -> str:
 
 
 def _describe(positions: Tensor) -> str:
-    """How many positions a mask has, and from where to where."""
+    """The number of marked positions, and their range."""
     numbers = positions.nonzero().flatten().tolist()
     return f"{len(numbers)} positions from {numbers[0]} to {numbers[-1]}" if numbers else "no position"
 

@@ -88,7 +88,7 @@ def assign_documents(
     even_work = even_area - filler_density * tokens_per_rank
     bins = [Bin(rank // ranks_per_node, tokens_per_rank, even_area, -even_work) for rank in range(ranks)]
     nodes = [bins[first : first + ranks_per_node] for first in range(0, ranks, ranks_per_node)]
-    # Least loaded first. Equal bins alternate between nodes, so that a document takes as many in each of its nodes.
+    # Least loaded first. Equal bins alternate between nodes, so that a document uses equally many in each of its nodes.
     order = [*chain.from_iterable(zip(*nodes, strict=True))]
     splits: list[tuple[Part, Shares]] = []
     postponed = []
@@ -123,7 +123,7 @@ def _whole_documents(mask: AttentionMask, sequence_length: int) -> list[Part]:
 
 
 def _find_filler(parts: list[Part], tokens: float, max_area: float) -> tuple[int, float]:
-    """(index of the first filler part, pairs per token of the filler); parts of more than `max_area` are none."""
+    """(index of the first filler part, pairs per token of the filler); larger parts than `max_area` are not filler."""
     first, held_tokens, area = len(parts), 0, 0
     while first and held_tokens < tokens and parts[first - 1].area <= max_area:
         first -= 1

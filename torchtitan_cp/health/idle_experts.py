@@ -12,7 +12,7 @@ class IdleExperts:
     The counts stay on the device, and the host waits for them only when it asks. They are in no checkpoint.
 
     Args:
-        steps: an expert is named after so many steps in a row without a token; 0: never.
+        steps: an expert is reported after this many consecutive steps without a token; 0: never.
     """
 
     def __init__(self, steps: int) -> None:

@@ -23,7 +23,7 @@ class RecoveryState:
 
     Attributes:
         skips: bad steps in a row, since a healthy step or the last rollback or cut; all_skips: of the run.
-        bad_steps: in a row, since a healthy step or a rollback; a checkpoint with any is not used for a rollback.
+        bad_steps: in a row, since a healthy step or a rollback; a checkpoint saved amid them is not rolled back to.
         rollbacks, lr_cuts: of the run.
         lr_steps_left: healthy steps until the learning rate is as scheduled again.
         healthy_steps: since the last rollback, or the run's start.

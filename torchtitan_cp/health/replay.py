@@ -4,14 +4,14 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map, tree_map_only
@@ -54,9 +54,9 @@ class Bundle:
     def write(self, folder: Path) -> None:
         """Create the folder and write both files."""
         folder.mkdir(parents=True, exist_ok=True)
-        # save_file would make a file that only its owner can read.
-        tensors = save({name: x.detach().cpu().contiguous() for name, x in self.tensors.items()})
-        (folder / TENSORS).write_bytes(tensors)
+        save_file({name: x.detach().cpu().contiguous() for name, x in self.tensors.items()}, folder / TENSORS)
+        with suppress(OSError):  # some file systems have no permissions
+            (folder / TENSORS).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it
         (folder / REPORT).write_text(json.dumps(self.report, indent=2) + "\n", encoding="utf-8")
 
     @classmethod

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -92,7 +93,7 @@ class _KeptOutput:
     """An operator's output, on the device or in host memory, whatever the block writes to it later."""
 
     def __init__(self, host: HostMemory | None, tensor: Tensor) -> None:
-        self.host = host
+        self.host, self.storage = host, StorageWeakRef(storage_of(tensor))  # while held, no other has its number
         # The output itself would hold its graph. This dispatch key, which a dispatch mode switches off, makes the
         # detached tensor share its version counter.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -114,7 +115,7 @@ class _KeptOutput:
         return restore(self.value)
 
 
-@cache  # asked of every operator of every step, and slow to answer
+@cache  # called for every operator of every step, and slow
 def _is_mutable(function: Any) -> bool:
     """Whether an operator writes to any of its arguments."""
     return hasattr(function, "_schema") and function._schema.is_mutable
@@ -142,7 +143,7 @@ class _Intercept(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: what torch would otherwise wrap each call in costs as much as the call."""
+        """Return False: torch's default wrapper would double the cost of each call."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

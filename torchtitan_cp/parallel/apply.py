@@ -150,7 +150,7 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
     for name, parameter in model.named_parameters():
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         parameter_seed = int.from_bytes(digest[:7], "big")
-        # On the GPU even if weights are offloaded: the CPU's generator would draw others.
+        # On the GPU even if weights are offloaded: the CPU's generator would draw different values.
         device = torch.device("cuda") if torch.cuda.is_available() else parameter.device
         if hasattr(model, "init_parameter"):
             values = model.init_parameter(name, parameter_seed, device)  # type: ignore[operator]

@@ -34,7 +34,7 @@ def build_library() -> Path:
     """Path of the library for this installation of torch; if it is not in the cache, it is compiled in ten seconds.
 
     Raises:
-        ConfigError: there is no C++ compiler, or it fails.
+        ConfigError: there is no C++ compiler, or it fails, or the cache folder cannot be made.
     """
     root = Path(torch.__file__).parent
     if (library := library_path(root)).exists():
@@ -47,7 +47,13 @@ def build_library() -> Path:
         )
     flags = ["-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     paths = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
-    library.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{library.parent} cannot be made: {error.strerror}",
+            fix="set HOME to a folder you may write to, or leave --device out",
+        ) from None
     unfinished = library.with_suffix(f".{os.getpid()}")
     command = [compiler, *flags, str(SOURCE), *paths, "-o", str(unfinished)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

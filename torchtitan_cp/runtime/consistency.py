@@ -54,8 +54,9 @@ def check_agreement(where: str, facts: Mapping[str, Any]) -> None:
             values = ", ".join(f"{_name_ranks(ranks, hosts)} {value}" for value, ranks in groups)
             differences.append(f"{name}: {values}")
     if differences:
+        more = f"; and {len(differences) - MAX_SHOWN} more" if len(differences) > MAX_SHOWN else ""
         raise ConfigError(
-            f"the ranks differ in {where}: {'; '.join(differences)}",
+            f"the ranks differ in {where}: {'; '.join(differences[:MAX_SHOWN])}{more}",
             fix="start every node from the same files, arguments, checkpoints and text",
         )
 

@@ -142,7 +142,7 @@ class Evaluator:
             retrieval=retrieval,
             passkey_accuracy=retrieval["passkey"].at(stage.seq_len) if "passkey" in retrieval else None,
             held_out_epochs=held_out.epochs,
-            left_out=tuple(self.left_out),
+            left_out=tuple(dict.fromkeys(self.left_out)),
         )
 
     # Time ----------------------------------------------------------------------------------------------------

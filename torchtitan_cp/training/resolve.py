@@ -149,6 +149,12 @@ def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
     longest = max((stage.seq_len for stage in stages), default=0)
 
     def limit(source: SourceKeys) -> int:
+        if source.conversations and not source.max_document and 0 < longest < source.min_document:
+            raise ConfigError(
+                f"{source.where}.min_document = {source.min_document} is more than the longest stage, {longest} tokens,"
+                " to which conversations are limited",
+                fix="lower min_document, or lengthen a stage",
+            )
         return source.max_document or longest * source.conversations
 
     sources = tuple(replace(source, max_document=limit(source)) for source in data.sources)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtitan_cp.checkpoint.hub import load_parts, rope_changes
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
@@ -14,6 +16,7 @@ from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.corpus.cache import PreparedCorpus
 from torchtitan_cp.runtime.consistency import flatten
+from torchtitan_cp.runtime.signals import any_rank
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
 
@@ -81,13 +84,13 @@ def start_progress(config: Config, args: Any, corpus: PreparedCorpus, *, block_t
     return Progress(identity=identity, block_tokens=block_tokens, data_order=order)
 
 
-def refuse_to_start_over(checkpoints: CheckpointManager) -> None:
-    """Refuse to train with checkpoint.enable = false in the folder of a run that has checkpoints.
+def refuse_to_start_over(checkpoints: CheckpointManager, device: torch.device) -> None:
+    """Refuse to train with checkpoint.enable = false in the folder of a run that has checkpoints. Collective.
 
     Raises:
         ConfigError: there are checkpoints; the new run would overwrite the records of theirs.
     """
-    if checkpoints.complete():
+    if any_rank(bool(checkpoints.complete()), device=device)[0]:
         raise ConfigError(
             f"{checkpoints.folder.parent} holds checkpoints, and checkpoint.enable = false would begin anew and drop "
             "the records of their run",
@@ -116,10 +119,7 @@ def resume(
     path, saved_progress = saved
     check_identity(saved_progress.identity, fresh.identity, path)
     warn = logger.warning if model.world.rank == 0 else logger.debug
-    was, now = (
-        {"tokens of the longest stage": progress.block_tokens, **progress.data_order}
-        for progress in (saved_progress, fresh)
-    )
+    was, now = _data_order(saved_progress), _data_order(fresh)
     if changed := _changes(was, now):
         warn("%s: the data order changes from here, and some text may be read twice", ", ".join(changed))
     checkpoints.load(path, model.parts, model.optimizers)
@@ -167,6 +167,12 @@ def _log_changed_settings(file: Path, config: Config) -> None:
     changed = _changes({name: was[name] for name in was if name in now and name != "job.dump_folder"}, now)
     if changed:
         logger.info("resumed with other settings: %s", "; ".join(changed))
+
+
+def _data_order(progress: Progress) -> dict[str, Any]:
+    """What decides the data order, by the names that a message uses."""
+    keys = {f"data.{name}": value for name, value in progress.data_order.items()}
+    return {"tokens of the longest stage": progress.block_tokens, **keys}
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

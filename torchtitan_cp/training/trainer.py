@@ -132,7 +132,7 @@ class Trainer:
         """Train the rest of the curriculum. If nothing is left to train, say so and return."""
         self._set_activity("looking for a checkpoint to resume from", step=0)
         if not self.config.checkpoint.enable:
-            resume.refuse_to_start_over(self.checkpoints)
+            resume.refuse_to_start_over(self.checkpoints, self.device.device)
         self.resume()
         steps_done, on_rank_0 = self.progress.step, self.world.rank == 0
         self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, steps_done, enabled=on_rank_0)

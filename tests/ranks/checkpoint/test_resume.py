@@ -229,7 +229,8 @@ def test_a_stage_cut_to_fewer_steps_than_it_took_ends_there_and_the_next_goes_on
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [("order='related'", "order shuffled -> related"), ("separator=256", "separator -1 -> 256")]
+    ("change", "said"),
+    [("order='related'", "data.order shuffled -> related"), ("separator=256", "data.separator -1 -> 256")],
 )
 def test_another_order_of_the_data_is_warned_of(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], change: str, said: str

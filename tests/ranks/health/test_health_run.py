@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -751,16 +752,19 @@ def test_compiled_blocks_are_repeated_as_they_are_without_it_and_compiled_again_
         assert "it comes again when the step is repeated without torch.compile" in said
 
 
-def full_disk(path: Path, *overrides: str) -> Seen:
+def full_disk(error: type[Exception], path: Path, *overrides: str) -> Seen:
     """On a rank: a run that has no room for the tensors of a bad step."""
-    with patch("torchtitan_cp.health.replay.save", side_effect=OSError("No space left on device")):
+    with patch("torchtitan_cp.health.replay.save_file", side_effect=error("No space left on device")):
         return watched_run(path, {3: Inject(step=3, rank=0, layer=0)}, *overrides)
 
 
 @pytest.mark.deep
-def test_a_full_disk_keeps_no_tensors_and_training_goes_on(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
-    folder = f"--job.dump_folder={run_toml.parent / 'full-disk'}"
-    first, second = ranks(2)(full_disk, run_toml, folder, *SHORT)
+@pytest.mark.parametrize("error", [OSError, SafetensorError])
+def test_a_full_disk_keeps_no_tensors_and_training_goes_on(
+    ranks: Callable[[int], RankPool], run_toml: Path, error: type[Exception]
+) -> None:
+    folder = f"--job.dump_folder={run_toml.parent / f'full-disk-{error.__name__}'}"
+    first, second = ranks(2)(full_disk, error, run_toml, folder, *SHORT)
     assert len(first.lines) == len(second.lines) == 6
     assert any("tensors of step 3 cannot be written" in line and "No space left" in line for line in first.logged)
 

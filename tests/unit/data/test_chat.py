@@ -154,9 +154,11 @@ def test_a_template_that_writes_a_turn_otherwise_in_the_middle_is_refused_but_fo
     messages = turns("a", "b", "c", "d")
     with pytest.raises(DataError) as caught:
         encode(plain(family), messages)
-    assert "message 2 (assistant) cannot be found in the conversation: the chat template writes" in str(caught.value)
+    assert "the chat template changes message 2 (assistant) when others follow it" in str(caught.value)
     assert "fix: put {% generation %} and {% endgeneration %} around the assistant's text" in str(caught.value)
     assert str(caught.value).endswith("; or set loss_on = 'last_assistant'")
+    with pytest.raises(DataError, match=r"give it as chat_template$"):
+        encode(plain(family), [*messages, *turns("e")], loss_on="last_assistant")
     ids, mask = encode(plain(family), messages, loss_on="last_assistant")
     expected_ids, expected = expected_of(turn, theirs)
     assert (ids[-len(expected) :], mask[-len(expected) :]) == (expected_ids, expected)
@@ -164,7 +166,7 @@ def test_a_template_that_writes_a_turn_otherwise_in_the_middle_is_refused_but_fo
     assert sum(encode(plain(family), messages[2:])[1]) == sum(expected)
     messages[3]["weight"] = 0
     for source, loss_on in ((plain(family), "all"), (marked(family) + marked(family), "assistant")):
-        with pytest.raises(DataError, match="fix: remove weight and train from messages"):
+        with pytest.raises(DataError, match=f"fix: remove weight and train from messages, with loss_on = '{loss_on}'"):
             encode(source, messages, loss_on=loss_on)
 
 
@@ -175,15 +177,17 @@ def test_a_generation_prompt_that_is_not_how_a_turn_begins_is_named(loss_on: str
     source += "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
     with pytest.raises(DataError) as caught:
         learned(source, turns("a", "b"), loss_on)
-    assert "message 2 (assistant) cannot be found in the conversation: the chat template writes" in str(caught.value)
-    assert "around the assistant's text in a copy of the template" in str(caught.value)
+    assert "begins message 2 (assistant) otherwise than its generation prompt, which ends in '<user>a<" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith("and give it as chat_template")
     assert learned(source, turns("a", "b"), "all") == ["<user>a<assistant>b"]
 
 
-def test_a_message_that_changes_before_an_answer_is_refused() -> None:
+def test_a_message_that_changes_before_an_answer_is_the_one_that_is_named() -> None:
     """As in Mistral v3's, which writes the system's message only while the user's turn is the last."""
     source = "{% for m in messages %}{{ 'Be kind. ' if loop.last and m.role == 'user' else '' }}<{{ m.content }}>"
-    with pytest.raises(DataError, match=r"message 2 \(assistant\) cannot be found in the conversation"):
+    with pytest.raises(DataError, match=r"changes message 1 \(user\) when others follow it"):
         learned(source + "{% endfor %}", turns("a", "b"))
 
 
@@ -217,7 +221,7 @@ def test_answers_in_one_mark_are_told_apart_or_refused(end: str, expected: list[
     if expected:
         assert learned(source, messages) == expected
     else:
-        with pytest.raises(DataError, match=r"message 2 \(assistant\) cannot be found"):
+        with pytest.raises(DataError, match=r"message 2 \(assistant\) when others follow it"):
             learned(source, messages)
 
 
@@ -279,7 +283,7 @@ def test_a_template_that_refuses_messages_says_why() -> None:
         ChatTemplate(plain("mistral"), VARIABLES).render([*turns("a"), *turns("b")])
     with pytest.raises(BadRecordError, match="SecurityError"):
         ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}").render(turns("a"))
-    with pytest.raises(DataError, match=r"the chat template is not valid Jinja: .*\n  fix: correct it"):
+    with pytest.raises(BadRecordError, match="TemplateSyntaxError"):
         ChatTemplate("{% if %}").render(turns("a"))
 
 

@@ -109,7 +109,7 @@ BAD = [
     (row([{"type": "text", "text": "a"}], "b"), "template error (TypeError: "),
     ({"messages": turns("a", "b"), "tools": "{"}, "tools that are not JSON (Expecting property name"),
     ({"messages": turns("a", "b"), "tools": '"add"'}, "tools that are not a list ('add')"),
-    (row("a" * 10_000_000, "b"), "conversation of 10 MB or more (100000"),
+    (row("a" * 10_000_000, "b"), "conversation of 10 MB or more (10000001 characters)"),
     (row("\ud800", "b"), "a lone surrogate"),
     (row("a"), "nothing to learn"),
     ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}]}, "nothing to learn"),
@@ -155,7 +155,7 @@ def test_a_template_that_does_not_write_what_was_said_is_named(
     assert read(data_of(tmp_path, [said, silent], template.replace("m.text", "m.content"), loss_on="all"))
     with pytest.raises(DataError, match="skipped: 1 x content that the template does not write"):
         read(data_of(tmp_path, [said], template, loss_on="all"))
-    assert f"a.jsonl:1 (of the {role}): content that" in caplog.text
+    assert f"a.jsonl:1 (of the {role}: '{'is.' if role == 'assistant' else 'what?'}'): content that" in caplog.text
 
 
 def test_keys_that_are_null_are_as_no_keys_in_every_kind_of_file(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_an_answer_without_content_needs_a_call_that_is_not_empty(tmp_path: Path
 def test_a_source_without_a_good_row_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read(data_of(tmp_path, [bad for bad, _ in BAD[:4]]))
-    assert "holds no document in 1 files; skipped: 1 x malformed JSON, 2 x no field 'messages'" in str(caught.value)
+    assert "holds no document; files: 1; skipped: 1 x malformed JSON, 2 x no field 'messages'" in str(caught.value)
     assert "fix: check path, source and the *_field keys of data: files are UTF-8 text, or rows" in str(caught.value)
     with pytest.raises(DataError) as caught:
         read(data_of(tmp_path, [row("a", "b" * 50)], max_document=20, too_long="drop"))
@@ -187,12 +187,12 @@ def test_a_source_without_a_good_row_is_an_error(tmp_path: Path) -> None:
         "no document is left: 0 documents are shorter than data.min_document = 0 tokens; 1 x conversation longer"
         in str(caught.value)
     )
-    assert "fix: lower min_document; of conversations, check max_document, too_long and loss_on" in str(caught.value)
+    assert "fix: lower min_document; or check max_document, too_long and loss_on" in str(caught.value)
 
 
 def test_a_template_whose_turns_cannot_be_found_stops_with_file_and_line(tmp_path: Path) -> None:
     rows = [row("a", "b"), row("a", "b", "c", "d")]
-    with pytest.raises(DataError, match=r"a.jsonl:2: message 2 \(assistant\) cannot be found in the conversation"):
+    with pytest.raises(DataError, match=r"a.jsonl:2: the chat template changes message 2 \(assistant\)"):
         read(data_of(tmp_path, rows, plain("qwen3")))
 
 

@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
 def test_a_corpus_without_a_document_says_what_was_skipped(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.txt": b"\xff", "b.txt": ""})
     message = refuse(text_data(tmp_path))
-    assert f"the corpus at {tmp_path} holds no document in 2 files; skipped: 1 x not UTF-8" in message
+    assert f"the corpus at {tmp_path} holds no document; files: 2; skipped: 1 x not UTF-8" in message
     assert "fix: check path, source and the *_field keys of data" in message
 
 

@@ -116,7 +116,9 @@ def test_what_is_no_list_of_token_ids_is_counted_and_named(tmp_path: Path, caplo
     assert list(document.content) == [1, 2]
     where = f"{tmp_path}/a.jsonl"
     assert warnings(caplog) == [
-        f"{where}:{line}: field 'ids' that is not a list of token ids; skipped" for line in (2, 3, 4, 5, 6)
+        *(f"{where}:{line}: field 'ids' that is not a list of token ids; skipped" for line in (2, 3, 4, 5)),
+        f"{where}:6: field 'ids' with a negative token id; skipped",
+        f"{where}:7: field 'ids' that is not a list of token ids; skipped",
     ]
     folder = tmp_path / "unsigned"
     folder.mkdir()

@@ -109,6 +109,16 @@ def test_a_tokenizer_is_trained_on_all_sources_once(tmp_path: Path) -> None:
     assert again.fingerprint == prepared.fingerprint
 
 
+def test_a_damaged_trained_tokenizer_is_named(tmp_path: Path) -> None:
+    data = data_of(tmp_path / "cache", text_source("books", text_corpus(tmp_path / "books")))
+    prepare(data, TokenizerConfig(vocab_size=300))
+    [model] = (tmp_path / "cache").glob("tokenizer-*.model")
+    model.write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        prepare(data, TokenizerConfig(vocab_size=300))
+    assert str(caught.value) == f"the trained tokenizer {model} is damaged\n  fix: delete it: it is trained again"
+
+
 def test_messages_name_the_source(tmp_path: Path) -> None:
     data = data_of(tmp_path / "cache", text_source("books", tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"finds no file at data.sources\['books'\].path = '.*nowhere'"):

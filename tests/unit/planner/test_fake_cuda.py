@@ -90,6 +90,10 @@ def test_without_a_compiler_the_message_says_what_is_needed(tmp_path: Path, monk
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/false" if os.path.exists("/bin/false") else None)
     with pytest.raises(ConfigError, match=r"fake_cuda\.cpp does not compile"):
         fake_cuda.build_library()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(fake_cuda.Path, "expanduser", lambda self: tmp_path / "file" / "cache")
+    with pytest.raises(ConfigError, match=r"file cannot be made|cannot be made: Not a directory"):
+        fake_cuda.build_library()
 
 
 def test_device_is_for_dry_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,8 @@ def test_conversations_may_be_as_long_as_the_longest_stage_and_are_packed_whole(
     assert resolve(path, 1, *CHAT, "--data.max_document=50").config.data.max_document == 50
     longer = f"--data.min_document={run.longest + 1}"
     assert resolve(path, 1, longer)
-    with pytest.raises(ConfigError, match=f"max_document = {run.longest} is less than min_document"):
+    limited = rf"min_document = {run.longest + 1} is more than the longest stage, {run.longest} tokens"
+    with pytest.raises(ConfigError, match=limited):
         resolve(path, 1, *CHAT, longer)
     assert resolve(path, 1).config.data.max_document == 0
     sources = '--data.sources=[{name = "a", source = "jsonl", path = "x", messages_field = "m"}, {name = "b"}]'

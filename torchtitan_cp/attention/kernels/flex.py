@@ -151,7 +151,7 @@ def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor,
     padded = F.pad(intervals, (0, 0, 0, -queries % BLOCK)).unflatten(2, (-1, BLOCK)).unsqueeze(4)
     lower, upper = padded.unbind(-1)  # [rows, n, blocks of queries, 128, 1]
     starts = torch.arange(0, keys, BLOCK)
-    first = lower.masked_fill(upper <= lower, keys).amin(3)  # an empty interval begins behind all keys
+    first = lower.masked_fill(upper <= lower, keys).amin(3)  # an empty interval begins after the last key
     touched = ((first < starts + BLOCK) & (upper.amax(3) > starts)).any(1)
     full = ((lower.amax(3) <= starts) & (upper.amin(3) >= starts + BLOCK)).any(1)
     return intervals, (touched & ~full).unsqueeze(1), full.unsqueeze(1)

@@ -9,7 +9,7 @@ identity and get no values. Names and semantics: `chunk_gated_delta_rule` and `c
 import importlib
 import logging
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
@@ -46,7 +46,10 @@ def has_right_backward() -> bool:
     Triton 3.4 to 3.7.0 does not on Hopper. There fla 0.6 raises in the first backward, unless it finds tilelang
     (flash-linear-attention issue 640). Kimi's rule is not affected.
     """
-    triton, on_hopper = TorchVersion(version("triton")), torch.cuda.get_device_capability()[0] == 9
+    try:
+        triton, on_hopper = TorchVersion(version("triton")), torch.cuda.get_device_capability()[0] == 9
+    except PackageNotFoundError:
+        return True  # a build of torch may call its Triton otherwise
     wrong = triton >= "3.4" and triton < "3.7.1" and on_hopper and not find_spec("tilelang")
     if wrong:
         logger.warning(

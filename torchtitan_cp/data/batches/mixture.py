@@ -42,7 +42,7 @@ class Mixture:
         limits: samples that a source has left, for the sources that have a limit; see `samples_within`.
 
     Attributes:
-        samples: their number, until every source has given its last one.
+        samples: the total number until every source is used up.
     """
 
     def __init__(self, weights: Mapping[str, float], seed: int, stage: int, limits: Mapping[str, int]) -> None:

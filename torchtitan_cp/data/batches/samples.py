@@ -136,7 +136,7 @@ class PackedStream:
         return self.first_token + self.seq_len * max(count, min(sequences, self.samples))
 
     def whole_fraction(self, window: int) -> float:
-        """Fraction of the documents that begin in a window that lie whole in one sequence."""
+        """Of the documents that begin in a window, the fraction that is kept whole in one sequence."""
         document, start, stop, _ = self._window(window * self.window_sequences).spans.T
         begins = start == 0
         whole = begins & (stop == self.stream.store.document_lengths[document])

@@ -164,7 +164,12 @@ class CacheBuilder:
                 if not model.exists():
                     logger.info("training a tokenizer of %d pieces on the corpus", self.settings.vocab_size)
                     train_sentencepiece(self._training_texts(corpora), self.settings.vocab_size, model)
-        return load_tokenizer(dataclasses.replace(self.settings, path=str(model)))
+        try:
+            return load_tokenizer(dataclasses.replace(self.settings, path=str(model)))
+        except DataError as error:
+            raise DataError(
+                f"the trained tokenizer {model} is damaged", fix="delete it: it is trained again"
+            ) from error
 
     def _training_texts(self, corpora: Collection[Corpus]) -> Iterator[str]:
         """The text of every document that is not held out. Skipped records are logged later, by the tokenizing pass."""

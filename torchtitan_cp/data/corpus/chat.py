@@ -60,8 +60,6 @@ class ChatTemplate:
             utils._compile_jinja_template(self.source).globals["strftime_now"] = TODAY.strftime
             [text], marks = utils.render_jinja_template([list(messages)], tools=tools or None, **settings)
         except Exception as error:  # a template raises whatever its author chose
-            if type(error).__name__ == "TemplateSyntaxError":
-                raise DataError(f"the chat template is not valid Jinja: {error}", fix="correct it") from error
             raise BadRecordError("template error", f"{type(error).__name__}: {error}") from error
         return text, marks[0] if marks else []
 
@@ -84,16 +82,20 @@ class ChatTemplate:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = {"assistant": answers, "last_assistant": answers[-1:], "all": range(len(messages))}[loss_on]
         learned = [i for i in chosen if messages[i].get("weight") != 0 and messages[i].get("train") is not False]
+        fix = f"remove weight and train from messages, with loss_on = '{'assistant' if marked else 'all'}'"
+        if not marked and loss_on != "all":
+            fix = "put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the template, "
+            fix += "and give it as chat_template"
         if loss_on == "all" and len(learned) == len(messages):
             ranges = [(0, len(text))]
         elif loss_on == "all" or not marked:
-            ranges = [self._find_message(text, messages, index, tools, loss_on != "all") for index in learned]
+            ranges = [self._find_message(text, messages, index, tools, loss_on != "all", fix) for index in learned]
         elif learned == answers:
             ranges = marks
         elif self._has_one_mark_each(messages, answers, tools, len(marks)):
             ranges = [mark for index, mark in zip(answers, marks, strict=True) if index in learned]
         else:  # a message has several marks, or shares one: those within it are its own
-            spans = [self._find_message(text, messages, index, tools, False) for index in learned]
+            spans = [self._find_message(text, messages, index, tools, False, fix) for index in learned]
             ranges = [(max(start, first), min(stop, last)) for start, stop in spans for first, last in marks]
         return text, [(start, stop) for start, stop in ranges if start < stop]
 
@@ -105,15 +107,17 @@ class ChatTemplate:
         return found == list(range(1, marks + 1))
 
     def _find_message(
-        self, text: str, messages: Messages, index: int, tools: Any, after_prompt: bool
+        self, text: str, messages: Messages, index: int, tools: Any, after_prompt: bool, fix: str
     ) -> tuple[int, int]:
         """Where message `index` lies in the text of all messages, as (start, stop).
 
         Args:
             after_prompt: it begins after the generation prompt.
+            fix: what the user may do if it is not found.
 
         Raises:
-            DataError: the template writes the messages up to this one differently where others follow.
+            DataError: the template changes a message when others follow it, or begins this one differently than its
+                generation prompt.
         """
         before = self.render(messages[:index], tools, add_generation_prompt=after_prompt) if index else ""
         through = self.render(messages[: index + 1], tools) if index + 1 < len(messages) else text
@@ -122,14 +126,16 @@ class ChatTemplate:
             before = through.partition(prompt)[0] + prompt if prompt else ""
         if text.startswith(through) and through.startswith(before):
             return len(before), len(through)
-        raise DataError(
-            f"message {index + 1} ({messages[index]['role']}) cannot be found in the conversation: the chat template "
-            "writes it, or the messages and the generation prompt before it, differently when others follow",
-            fix="put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the template, "
-            "and give it as chat_template; or set loss_on = 'last_assistant'"
-            if after_prompt
-            else "remove weight and train from messages",
-        )
+        ends, earlier = text.startswith(through), self.render(messages[:index], tools) if index else ""
+        begins = through.startswith(earlier)
+        number = index + (begins or not ends)
+        message = f"message {number} ({messages[number - 1]['role']})"
+        problem = f"changes {message} when others follow it"
+        if ends and begins:
+            problem = f"begins {message} otherwise than its generation prompt, which ends in {before[-30:]!r}"
+        elif after_prompt and any(later["role"] == "assistant" for later in messages[index + 1 :]):
+            fix += "; or set loss_on = 'last_assistant'"
+        raise DataError(f"the chat template {problem}, so what is learned cannot be found in the text", fix=fix)
 
     def teaches_to_end(self, loss_on: str) -> bool:
         """Whether something after the text of an answer is learned too, as the token that ends a turn should be.
@@ -161,8 +167,6 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
             messages += content if isinstance(content, list) else [{"role": role, "content": content}]
     check_messages(messages)
     text, learned = template.render_with_mask(messages, _read_tools(row.get("tools")), source.loss_on)
-    if len(text) >= MAX_CHARACTERS:
-        raise BadRecordError("conversation of 10 MB or more", f"{len(text)} characters")
     if re.search("[\ud800-\udfff]", text):
         raise BadRecordError("a lone surrogate")
     _check_content_is_written(messages, text)
@@ -183,7 +187,8 @@ def _check_content_is_written(messages: Messages, text: str) -> None:
         spoken = [content.rpartition(">")[2].split() for content in contents if isinstance(content, str)]
         written = [words[0] in text or words[-1] in text for words in spoken if words]
         if written and not any(written):
-            raise BadRecordError("content that the template does not write", f"of the {role}")
+            words = next(filter(None, spoken))
+            raise BadRecordError("content that the template does not write", f"of the {role}: {words[-1]!r:.80}")
 
 
 def _read_tools(tools: Any) -> list[Any] | None:
@@ -221,6 +226,9 @@ def check_messages(messages: Any) -> None:
             problem = "weight that is neither 0 nor 1"
         if problem:
             raise BadRecordError(problem, f"message {number}: {message!r:.80}{hint}")
+    characters = sum(len(text) for message in messages for text in _texts(message))
+    if characters >= MAX_CHARACTERS:
+        raise BadRecordError("conversation of 10 MB or more", f"{characters} characters")
 
 
 def _is_content(message: Mapping[str, Any]) -> bool:
@@ -229,8 +237,14 @@ def _is_content(message: Mapping[str, Any]) -> bool:
     if content is None:
         calls = message.keys() - {"role", "content", "weight", "train", "name"}
         return message["role"] == "assistant" and any(message[name] for name in calls)
+    return len(_texts(message)) == (len(content) if isinstance(content, list) else 1)
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message: its content, or those of the content's parts."""
+    content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
-    return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
 
 
 def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Path | None) -> ChatTemplate | None:
@@ -278,4 +292,11 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
             variables[name] = token
     if not variables.get("eos_token"):
         variables["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAME
-    return ChatTemplate(text, variables)
+    template = ChatTemplate(text, variables)
+    try:
+        template.render([{"role": "user", "content": "?"}])
+    except BadRecordError as error:
+        if source.conversations and "TemplateSyntaxError" in str(error):
+            problem = f"the chat template is not valid Jinja: {error.args[-1]}"
+            raise DataError(problem, fix=f"correct it, or set {source.where}.chat_template to another file") from None
+    return template

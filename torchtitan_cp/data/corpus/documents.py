@@ -107,7 +107,7 @@ class Corpus:
         if empty:
             summary = f"; skipped: {skipped.summary()}" if skipped.counts else ""
             raise DataError(
-                f"the corpus at {location(self.source)} holds no document in {len(self.files)} files{summary}",
+                f"the corpus at {location(self.source)} holds no document; files: {len(self.files)}{summary}",
                 fix=f"check path, source and the *_field keys of {self.source.where}: files are UTF-8 text, or rows "
                 "with these fields",
             )

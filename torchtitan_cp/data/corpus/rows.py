@@ -73,8 +73,10 @@ def _tokens(value: Any, name: str) -> np.ndarray:
     except ValueError:  # lists of unequal length
         tokens = np.asarray(None)
     is_list = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
-    if not is_list or tokens.min(initial=0) < 0 or int(tokens.max(initial=0)) >= 1 << 63:
+    if not is_list or int(tokens.max(initial=0)) >= 1 << 63:
         raise BadRecordError(f"field {name!r} that is not a list of token ids")
+    if tokens.min(initial=0) < 0:
+        raise BadRecordError(f"field {name!r} with a negative token id")
     return tokens.astype(np.int64)
 
 

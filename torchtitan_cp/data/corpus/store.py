@@ -22,7 +22,7 @@ from torchtitan_cp.config.errors import name_in_errors
 JOURNAL_FILE, MANIFEST_FILE = "journal.json", "manifest.json"
 SHARD_BYTES = 512 << 20
 INDEX_DTYPE = np.dtype("<i8")
-COUNTED_TOKENS = 4 << 20  # counted at a time, as NumPy converts them to int64
+COUNTED_TOKENS = 4 << 20  # tokens per counting pass, as NumPy converts them to int64
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -243,13 +243,15 @@ class Tokenization:
             raise DataError(
                 f"no document is left: {self.state.left_out_documents} documents are shorter than "
                 f"{source.where}.min_document = {source.min_document} tokens{others}",
-                fix="lower min_document; of conversations, check max_document, too_long and loss_on",
+                fix="lower min_document" + "; or check max_document, too_long and loss_on" * bool(others),
             )
         if held_out == kept or (source.validation_fraction > 0 and not held_out):
             raise DataError(
                 f"{source.where}.validation_fraction = {source.validation_fraction} holds out {held_out} of {kept} "
                 "documents, and each split needs one",
-                fix="give more documents (of text: files), lower the fraction, or set it to 0 to disable validation",
+                fix="give more documents (of text: files), "
+                + "lower the fraction, " * (held_out > 0)
+                + "or set it to 0 to disable validation",
             )
 
 
