@@ -4,7 +4,7 @@ import gc
 import signal
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported, which takes a tenth less time
+    gc.disable()  # collections during imports find nothing, and take up to a fifth of their time
     SIGINT_HANDLER = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C meanwhile would end in a traceback
 
 import argparse
@@ -50,7 +50,7 @@ BEATS, MAX_BEAT_SECONDS = 8, 5.0
 
 
 class StderrHandler(logging.StreamHandler):
-    """Writes to what sys.stderr is now: a progress bar takes it over, so that lines stand above it."""
+    """Writes to the current sys.stderr, which a progress bar replaces to print lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> int:
     except LostRankError:
         return LOST_RANK
     except OSError as error:
-        # Unlike a wrong config the next attempt may succeed, so the launcher makes one.
+        # The launcher makes another attempt, which may succeed, unlike one with a wrong config.
         print(f"[rank {rank}] {format_os_error(error)}", file=sys.stderr)
         logging.getLogger(__name__).debug("raised here:", exc_info=True)
         return 1
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(config: Config, world: World) -> None:
-    """Train, watched over, as the only job on the run's folder."""
+    """Train under a watchdog, as the only job on the run's folder."""
     settings = config.job
     set_activity("reading the corpus and building the model", 0, settings.startup_timeout_seconds)
     beat_seconds = min(MAX_BEAT_SECONDS, settings.timeout_seconds / BEATS)
@@ -146,9 +146,9 @@ def run(config: Config, world: World) -> None:
 
 def worker_main() -> None:
     """Run as the rank that the environment names, with the arguments in sys.argv. Does not return after a failure."""
-    gc.freeze()  # what was imported, which a collection would look through
+    gc.freeze()  # what was imported, so that later collections leave it out
     gc.enable()
-    with suppress(OSError):  # in top and ps; on Linux only
+    with suppress(OSError):  # the name of the process in top and ps, on Linux
         Path("/proc/self/comm").write_text(f"rank {os.environ.get('RANK', '0')}")
     try:
         code = main(sys.argv[1:])
@@ -159,7 +159,7 @@ def worker_main() -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once, however many threads still wait for another rank, or export: Python's own end would abort those in torch.
+    # Threads may still wait for another rank, or export. An ordinary end of Python would abort those that are in torch.
     if code or threading.active_count() > 1:
         os._exit(code)
 

@@ -5,7 +5,7 @@ import sys
 
 from torchtitan_cp.cli.options import import_without_gc
 
-# The module whose main() a command is; imported on demand, because the launcher begins without torch.
+# The module of each command, imported on demand, as the launcher starts without torch.
 COMMANDS = {
     "train": ("torchtitan_cp.cli.train", "train a config, on this node's ranks"),
     "check": ("torchtitan_cp.cli.check", "say whether a config would run, or what is wrong with it"),

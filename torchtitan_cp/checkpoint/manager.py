@@ -2,7 +2,8 @@
 
 A save copies the state to host memory while training stands still, and a thread writes it while training goes on.
 It is written under a temporary name, and renamed when every rank's files, the progress and the manifest are on disk.
-So a folder named step-N is complete. One of the same step is moved aside and back, if the new one cannot be renamed.
+So a folder named step-N is complete. An older checkpoint of the same step is moved aside first, and back if the new one
+cannot be renamed.
 """
 
 import logging
@@ -47,13 +48,13 @@ Optimizers = Iterable[torch.optim.Optimizer]
 def _size_and_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes and offsets of this rank's shard, per dim; where it is empty it is behind all others, as in torch."""
+    """The sizes and offsets of this rank's shard, per dim. An empty shard lies behind all others, as in torch."""
     slices = find_shard(shape, mesh, placements)
     offsets = (one.start if one.stop > one.start else size for one, size in zip(slices, shape, strict=True))
     return tuple(one.stop - one.start for one in slices), tuple(offsets)
 
 
-# torch's own is wrong where FSDP cuts the parts of a dim that tensor parallelism does not divide, as of a vocabulary.
+# torch's own function is wrong where FSDP shards a dim that tensor parallelism divides unevenly, such as a vocabulary.
 planner_helpers.compute_local_shape_and_global_offset = _size_and_offset  # type: ignore[assignment]
 
 
@@ -80,7 +81,7 @@ class CheckpointManager:
 
     Attributes:
         newest_step: of the newest checkpoint that was written or loaded here; None before either.
-        lost_contact: the ranks lost each other in the last save, whose group can send nothing any more.
+        lost_contact: the ranks lost each other in the last save, so that its process group can no longer be used.
     """
 
     def __init__(self, folder: str | Path, settings: Checkpoint | None = None) -> None:
@@ -88,7 +89,7 @@ class CheckpointManager:
         self.newest_step: int | None = None
         self.lost_contact, self._waited = False, 0.0  # seconds, for saves before the next
         self._pending: PendingSave | None = None
-        # Once connected: host memory, a thread, and a group apart from training's collectives.
+        # From `connect` on: host memory, a thread, and a process group apart from training's.
         self._background: tuple[StateDictStager, ThreadPoolExecutor, dist.ProcessGroup] | None = None
         self.restart_interval()
 
@@ -102,13 +103,13 @@ class CheckpointManager:
         return sorted((int(match[1]), self.folder / match[0]) for match, entry in named if match and entry.is_dir())
 
     def stage_ends(self) -> list[Path]:
-        """Complete ones that end a stage, oldest first."""
+        """Complete checkpoints that end a stage, oldest first."""
         return [path for _, path in self.complete() if _is_stage_end(path)]
 
     # When a checkpoint is due, apart from the ends of stages --------------------------------------------------
 
     def restart_interval(self) -> None:
-        """Start the minutes again: training begins, or a save starts or was refused."""
+        """Count interval_minutes from now: training begins, or a save is due."""
         self._interval_start = time.monotonic()
 
     def time_is_up(self) -> bool:
@@ -119,7 +120,7 @@ class CheckpointManager:
     # Saving --------------------------------------------------------------------------------------------------
 
     def connect(self) -> tuple[StateDictStager, ThreadPoolExecutor, dist.ProcessGroup]:
-        """Make what saves need, if it is not there. Collective. On GPUs it is gloo's first contact, and may fail."""
+        """Make what saves need, unless it exists. Collective. On GPUs the first use of gloo, which may fail."""
         if self._background is None:
             stager = StateDictStager(pin_memory=torch.accelerator.is_available())
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.settings.timeout_seconds))
@@ -131,8 +132,8 @@ class CheckpointManager:
 
         Args:
             parts: this rank's parts of the model, whose parameters have the names they have in the whole model.
-            optimizers: of each.
-            stage_end: never delete it.
+            optimizers: one for each part.
+            stage_end: the checkpoint ends a stage, and is never deleted.
         """
         on_gpu = torch.accelerator.is_available()
         self.wait()
@@ -156,12 +157,12 @@ class CheckpointManager:
             self.wait()
 
     def poll(self) -> None:
-        """Report a save that has ended since."""
+        """Report the pending save if it has ended."""
         if self._pending and self._pending.written.done():
             self.wait()
 
     def wait(self, *, last: bool = False) -> None:
-        """Wait until the pending save has ended, and report it. `last`: no other follows."""
+        """Wait until the pending save has ended, and report it. `last`: no other save follows."""
         if self._pending is None:
             return
         (writer, written, paused), self._pending = self._pending, None
@@ -175,14 +176,14 @@ class CheckpointManager:
         if dist.get_rank() != 0:
             return
         assert self._background
-        thread = self._background[1]  # for deletions, which may outlast a step's time limit
+        thread = self._background[1]  # deletes too, which may take longer than a step's time limit
         if error:
             self._report_failure(writer, describe_failure(error), last)
             thread.submit(delete_partial, self.folder)
             return
         folder, size, seconds = writer.final, writer.written_bytes, writer.seconds
         logger.info(f"{folder}: training paused {paused}; {size:,} bytes were on disk after {seconds:.1f} s")
-        # The checkpoints before a rollback stay until a healthy step: the next one may have to go back further.
+        # The checkpoints before a rollback stay until a healthy step: the next rollback may have to go back further.
         if writer.progress.settled:
             thread.submit(self._delete_expired)
 
@@ -202,8 +203,8 @@ class CheckpointManager:
     def _delete_expired(self) -> None:
         """Delete all but the newest `keep`, multiples of `keep_every_steps`, ends of stages, and those of later steps.
 
-        Those of later steps are damaged: the run resumed from one before them. They do not count among the newest. The
-        newest that recovery may go back to is kept too, as the bad steps after it may all have been saved.
+        Checkpoints of later steps are damaged, as the run resumed from one before them; they do not count among the
+        newest. The newest one that recovery may go back to is kept too: bad steps after it may all have been saved.
         """
         every, found = self.settings.keep_every_steps, list[tuple[int, Path]]()
         with suppress(OSError):
@@ -231,25 +232,25 @@ class CheckpointManager:
     def find_newest(self, before: int | None = None, *, healthy: bool = False) -> tuple[Path, Progress] | None:
         """The newest intact checkpoint, and where its run stood; None if there is none.
 
-        All ranks call, and each reads a share of the files. Damaged ones are named in the log and skipped.
+        All ranks call, and each reads a share of the files. The log names damaged checkpoints, which are skipped.
 
         Args:
             before: only checkpoints of steps before this one.
             healthy: only checkpoints that recovery may go back to.
 
         Raises:
-            ConfigError: there are some, and all are damaged; not where `before` leaves some out.
+            ConfigError: there are checkpoints, and all are damaged. Not with `before`, which leaves some out.
         """
         intact = False
         if self._background:
-            self._background[1].submit(int).result()  # what is being deleted is gone
+            self._background[1].submit(int).result()  # the thread has ended the deletions before this empty task
         # Views of a shared folder may differ for a while: all ranks go by the first one's.
         listed = self.complete() if dist.get_rank() == 0 else []
         names = [[path.name for step, path in listed if before is None or step < before]]
         dist.broadcast_object_list(names)
         for name in reversed(names[0]):
             path = self.folder / name
-            # Twice, as a network file system may fail once.
+            # A second time, as a network file system may fail once.
             damage = verify_checkpoint(path, collective=True) and verify_checkpoint(path, collective=True)
             if not damage:
                 intact, progress = True, read_progress(path)
@@ -273,7 +274,7 @@ class CheckpointManager:
             ConfigError: a part is missing or cannot be read.
         """
         reader, state = CheckpointReader(path), _state(parts, optimizers)
-        # A parameter without a gradient so far (of an image encoder, under text) has no moments in the file.
+        # A parameter that never had a gradient (of an image encoder, when training on text) has no stored moments.
         stored = {name.rpartition(".")[0] for name in reader.table.state_dict_metadata}
         state["optimizer"] = {
             name: value
@@ -285,12 +286,12 @@ class CheckpointManager:
 
 
 def _state(parts: Parts, optimizers: Optimizers) -> dict[str, Any]:
-    """Everything by the name it has in the whole model, whatever parts a rank has: its own tensors, no copies."""
+    """The tensors themselves, not copies, by the names they have in the whole model, whatever parts a rank has."""
     state: dict[str, Any] = {"model": {}, "optimizer": {}}
     for part, optimizer in zip(parts, optimizers, strict=True):
         fresh = not optimizer.state
         model_state, optimizer_state = get_state_dict(part, optimizer, options=BY_NAME)
-        if fresh:  # torch has made moments by a step without gradients, which is not to count
+        if fresh:  # get_state_dict made moments by a step without gradients, which must not count
             for moments in optimizer.state.values():
                 if "step" in moments:
                     moments["step"].zero_()
@@ -314,4 +315,4 @@ def _is_healthy(path: Path) -> bool:
 def _is_stage_end(path: Path) -> bool:
     with suppress(DamagedError):
         return read_manifest(path).stage_end
-    return True  # damaged, so unknown: kept, as its owner may still recover something
+    return True  # damaged, so unknown; kept, as the user may still recover something

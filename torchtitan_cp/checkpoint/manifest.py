@@ -25,8 +25,8 @@ class Manifest:
 
     Attributes:
         step: optimizer steps begun when it was saved.
-        stage_end: whether a stage of the curriculum ended there; such a checkpoint is never deleted.
-        files: by name, every file but the manifest itself.
+        stage_end: whether it ends a stage of the curriculum; such a checkpoint is never deleted.
+        files: checksums by name, of every file but the manifest itself.
     """
 
     step: int
@@ -58,7 +58,7 @@ def verify_checkpoint(folder: Path, *, collective: bool = False) -> list[str]:
         collective: all ranks call, each reads its share of the files, and all get the same answer.
 
     Returns:
-        A line for each damaged file; none if the checkpoint is intact.
+        A line for each damaged file; empty if the checkpoint is intact.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if collective else (0, 1)
     try:
@@ -94,7 +94,7 @@ def compare_files(folder: Path, manifest: Manifest, names: Iterable[str], *, con
 
 
 def checksum(path: Path) -> Checksum:
-    """Read a file, a piece at a time.
+    """The size and SHA-256 of a file.
 
     Raises:
         OSError: it cannot be read.

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Checksum, Manifest, checksum, compare_files
 from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, Progress
 
-# Saves and deletions that were cut short leave folders with this suffix; the next save deletes them. One that a newer
-# checkpoint of its step replaces is still whole.
+# Interrupted saves and deletions leave folders with this suffix, which the next save deletes. A folder with REPLACED is
+# a whole checkpoint, to be replaced by a newer one of its step.
 PARTIAL = ".partial"
 REPLACED, EXPIRED = f".replaced{PARTIAL}", f".expired{PARTIAL}"
 
@@ -26,33 +26,33 @@ REPLACED, EXPIRED = f".replaced{PARTIAL}", f".expired{PARTIAL}"
 class CheckpointWriter(FileSystemWriter):
     """torch's writer of one file a rank, into `step-N.partial`, which becomes `step-N` in `finish`.
 
-    On the first rank `written_bytes` then is what the manifest's files have, and `seconds` how long it took.
+    After that, rank 0 has `written_bytes`, the size of all files, and `seconds`, the time since the save began.
 
     Args:
-        final: folder that the checkpoint gets.
+        final: the folder's name when the checkpoint is complete.
         progress: written beside the tensors.
         stage_end: whether the checkpoint ends a stage.
     """
 
     def __init__(self, final: Path, progress: Progress, *, stage_end: bool) -> None:
         self.partial = final.with_name(final.name + PARTIAL)
-        # Nothing is left to copy from a GPU. To copy ahead, torch would wait for work on GPU 0, where threads begin:
-        # on rank 0 for training's, again and again, and on other ranks of the node by a CUDA context of each.
+        # The state is in host memory already. To copy ahead, torch would use GPU 0, the current device of a new thread:
+        # rank 0 would wait for its training, and other ranks of the node would open a CUDA context there.
         super().__init__(self.partial, per_thread_copy_ahead=0)
         self.final, self.progress, self.stage_end, self.started = final, progress, stage_end, time.monotonic()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # torch makes the folder on every rank; here the first rank clears and makes it for all, below.
+        # torch's method makes the folder on every rank. Here rank 0 makes it, in prepare_global_plan.
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank, before any rank writes."""
+        """Make the folder, on rank 0, before any rank writes."""
         delete_partial(self.final.parent)
         self.partial.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
-        """Write this rank's files, and append their checksums to the results that the first rank gets."""
+        """Write this rank's files, and append their checksums to the results that rank 0 gets."""
         results: list[Any] = super().write_data(plan, planner).wait()
         own = {name: checksum(self.partial / name) for name in {entry.storage_data.relative_path for entry in results}}
         with_checksums: torch.futures.Future[list[Any]] = torch.futures.Future()
@@ -60,7 +60,7 @@ class CheckpointWriter(FileSystemWriter):
         return with_checksums
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """On the first rank, when every rank has written: progress, manifest, and the final name."""
+        """On rank 0, when every rank has written: write progress and manifest, and give the folder its final name."""
         files: dict[str, Checksum] = {name: found for rank in results for name, found in rank.pop().items()}
         super().finish(metadata, results)
         progress_file, manifest_file = self.partial / PROGRESS_FILE, self.partial / MANIFEST_FILE
@@ -73,11 +73,11 @@ class CheckpointWriter(FileSystemWriter):
             raise OSError(f"rank 0 cannot see files that other ranks wrote: {'; '.join(damage)}")
         for path in (progress_file, manifest_file, self.partial):
             sync(path)
-        # A folder of the same step is damaged, or from before the evaluation after it. It is moved aside, and deleted
-        # last, as that takes time in which a job may be killed.
+        # An older checkpoint of this step is damaged, or was saved before the evaluation that follows the step. It is
+        # moved aside and deleted last, as the deletion takes time in which a job may be killed.
         replaced = self.final.exists() and self.final.rename(f"{self.final}{REPLACED}")
         self.partial.rename(self.final)
-        for folder in self.final.parents[:2]:  # `checkpoints` may be new in the run's folder
+        for folder in self.final.parents[:2]:  # `checkpoints`, and the run's folder, where it may be new
             sync(folder)
         self.seconds = time.monotonic() - self.started
         if replaced:
@@ -85,7 +85,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 def sync(path: Path) -> None:
-    """Flush a file to disk, or the names in a folder."""
+    """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -103,10 +103,10 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def list_folder(folder: Path) -> list[os.DirEntry[str]]:
-    """What a folder holds; nothing if it is not there.
+    """The entries of a folder; none if it does not exist.
 
     Raises:
-        OSError: it cannot be read. To pathlib's glob and is_dir that is an empty folder, and none.
+        OSError: it cannot be read. pathlib's glob and is_dir take that for an empty folder, and for no folder.
     """
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         return list(entries)
@@ -114,7 +114,7 @@ def list_folder(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def restore_replaced(folder: Path) -> None:
-    """Give checkpoints their names back that were to be replaced by others which have not come."""
+    """Give checkpoints that were to be replaced their names back, if the new ones are not there."""
     names = {entry.name for entry in list_folder(folder)}
     for name in names:
         if name.endswith(REPLACED) and (final := name.removesuffix(REPLACED)) not in names:
@@ -122,7 +122,7 @@ def restore_replaced(folder: Path) -> None:
 
 
 def delete_partial(folder: Path) -> None:
-    """Delete what saves and deletions left when they were cut short."""
+    """Delete what interrupted saves and deletions left."""
     restore_replaced(folder)
     for entry in list_folder(folder):
         if entry.name.endswith(PARTIAL) and entry.is_dir():

@@ -1,6 +1,6 @@
-"""The commands of `torchtitan-cp`, a file each; `command.py` is what they share.
+"""The commands of `torchtitan-cp`, one file each; `command.py` and `options.py` hold what they share.
 
-With train.py they alone import `models`.
+Only these and train.py import `models`.
 """
 
 import sys

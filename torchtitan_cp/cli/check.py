@@ -1,4 +1,4 @@
-"""`torchtitan-cp check`: whether a config would run on so many ranks, or what is wrong with it."""
+"""`torchtitan-cp check` says whether a config would run on a number of ranks, or what is wrong with it."""
 
 import logging
 
@@ -36,13 +36,13 @@ def main(arguments: list[str]) -> int:
 
 
 def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
-    """A line that says what would run.
+    """Check a config, and return a line that says what would run.
 
     Args:
-        trains: from the weights of a checkpoint if the config says so; comparisons take fresh ones.
+        trains: also check the checkpoint whose weights training would start from; comparisons take fresh weights.
 
     Raises:
-        UserError, ContextParallelError: the first thing found wrong.
+        UserError, ContextParallelError: the first problem found.
     """
     run = resolve_run(config, ranks)
     check_files(config)

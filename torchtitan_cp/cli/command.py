@@ -1,4 +1,4 @@
-"""What a command runs with: the architectures by name, and errors that end it with one message."""
+"""Runs a command with the architectures registered, and ends it with one message after an error of the user."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""`torchtitan-cp doctor`: whether context parallelism is safe for a config's model, or which layer makes it unsafe."""
+"""`torchtitan-cp doctor` says whether context parallelism is safe for a config's model, or which layer is at fault."""
 
 from torchtitan_cp.cli import train
 from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides

@@ -1,6 +1,6 @@
 """`torchtitan-cp evaluate CHECKPOINT` evaluates a checkpoint: losses, context gain, retrieval by length and depth.
 
-It has no time limit, and writes evaluation.json and PNG images. Runs in one process, or on several ranks
+It has no time limit, and writes evaluation.json and PNG images. It runs in one process, or on several ranks
 that share every sequence: `torchrun --nproc-per-node 8 -m torchtitan_cp.cli.evaluate CHECKPOINT`.
 """
 
@@ -37,15 +37,15 @@ def evaluate(saved: SavedModel, config: Config, world: World, number: int | None
     """Evaluate a checkpoint. Collective.
 
     Args:
-        config: of the run, as `evaluation_config` gives it for these ranks.
-        number: of the stage, from 0, whose length and text are used; None: the checkpoint's own.
+        config: what `evaluation_config` makes of the run's config for these ranks.
+        number: stage, from 0, whose length and text are used; None: the checkpoint's own.
 
     Raises:
-        UserError: the config does not fit the ranks, the text is not that of the run, a file cannot be read, or
-            nothing is held out.
+        UserError: the config does not fit the ranks, the corpus is not the run's, a file cannot be read, or nothing
+            is held out.
     """
     trainer = Trainer(config, world, args_from(config.model, saved.sizes))
-    # Of other text, some that was trained on may be held out now.
+    # Of another corpus, text that was trained on may be held out now.
     identity = {name: value for name, value in trainer.progress.identity.items() if name.startswith("data")}
     check_identity(saved.progress.identity, identity, saved.path, "run this in the folder where training was started")
     stage = trainer.stages[saved.stage_index if number is None else number]
@@ -67,7 +67,7 @@ def evaluate(saved: SavedModel, config: Config, world: World, number: int | None
 
 
 def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -> Config:
-    """The run's config for ranks that share every sequence, without what only training needs."""
+    """The run's config for ranks that share every sequence, with defaults for what only training needs."""
 
     def without_training(stage: Stage) -> Stage:
         tokens = stage.seq_len * config.training.micro_batch_sequences
@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    """Evaluate on the ranks there are, write and print the result. Returns the exit code."""
+    """Evaluate on this job's ranks, write and print the result. Returns the exit code."""
     if "RANK" not in os.environ:
         dist.init_process_group(find_device().backend, store=dist.HashStore(), rank=0, world_size=1)
     world = start_ranks(WAIT_SECONDS)

@@ -31,18 +31,18 @@ from torchtitan_cp.training.plain_attention import delta_steps
 from torchtitan_cp.training.registry import args_from, check_length, empty_model
 
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
-CONTEXT = 16  # tokens before a new one that are decoded with it, for the space between them
+CONTEXT = 16  # tokens that are decoded with a new one, because a tokenizer may drop the space before a first token
 
 
-# Keys and values of one layer's tokens so far, `[B, s, Hkv, D]`; with a window, only those it sees. Of layers without
-# keys, what they carry from token to token. Empty at first.
+# Keys and values of the tokens so far in one layer, `[B, s, Hkv, D]`; with a window, only those it sees. A layer
+# without keys keeps what it carries from token to token. Empty at first.
 KVCache = list[Tensor]
 
 
 class CachedAttention:
-    """What crosses tokens in the model: of a whole prompt at first, then of one token at a time with all before it.
+    """The parts of a model that mix tokens: first over a whole prompt, then over one new token and all before it.
 
-    Every call takes the next of the caches, in the order the layers run.
+    Every call takes the next cache, in the order in which the layers run.
     """
 
     def __call__(
@@ -62,7 +62,7 @@ class CachedAttention:
         return out
 
     def causal_conv(self, x: Tensor, weight: Tensor, caches: Iterator[KVCache], **options: Any) -> Tensor:
-        """As `attention.causal_conv`; the cache holds the last W - 1 rows."""
+        """Like `attention.causal_conv`; the cache holds the last W - 1 rows."""
         cache, new = next(caches), x.shape[1]
         x = torch.cat([*cache, x], 1)
         cache[:] = [x[:, max(0, x.shape[1] - weight.shape[1] + 1) :]]
@@ -71,7 +71,7 @@ class CachedAttention:
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, caches: Iterator[KVCache], *, qk_l2norm: bool
     ) -> Tensor:
-        """As `attention.gated_delta_rule`, in fp32; the cache holds the state, `[B, Hv, K, V]`."""
+        """Like `attention.gated_delta_rule`, in fp32; the cache holds the state, `[B, Hv, K, V]`."""
         cache, dtype = next(caches), v.dtype
         q, k, v, g, beta = (x.float() for x in (q, k, v, g, beta))
         if qk_l2norm:
@@ -80,7 +80,7 @@ class CachedAttention:
         if cache:
             out, state = delta_steps(q, k, v, g.exp(), beta, cache[0])
         else:
-            # Behind the prompt, a query for each row of the state reads it, without a step or a gate that changes it.
+            # After the prompt, one query for each row of the state reads it; zero keys and gates leave it unchanged.
             rows = torch.eye(key_dim, dtype=q.dtype, device=q.device)[None, :, None].expand(len(q), -1, q.shape[2], -1)
             k, v, g, beta = (torch.cat([x, x.new_zeros(len(x), key_dim, *x.shape[2:])], 1) for x in (k, v, g, beta))
             out = gated_delta_rule(torch.cat([q, rows], 1), k, v, g, beta, make_plan(tokens + key_dim))
@@ -93,7 +93,7 @@ attend_cached = CachedAttention()
 
 
 def new_caches(model: nn.Module) -> list[KVCache]:
-    """As many as the model's layers take: attention one, a convolution and its rule two."""
+    """Empty caches, enough for every layer: attention uses one, a convolution with its delta rule two."""
     return [KVCache() for _ in range(2 * len(model.layers))]  # type: ignore[arg-type]
 
 
@@ -102,7 +102,7 @@ def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
     args = args_from(saved.config.model, saved.sizes)
     model: nn.Module = empty_model(saved.config.model, args, attend_cached)
     names = [name for name in model.state_dict() if name in saved.tensors]
-    # A tied output is not among the names, and assigning unties it.
+    # A tied output is not among these names, and assigning unties it.
     model.load_state_dict(saved.read(names), strict=False, assign=True)
     if args.tie_embeddings:
         model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
@@ -125,10 +125,10 @@ def generate(
     Args:
         model: built with `attend_cached`.
         prompt: token ids, at least one.
-        max_tokens: how many to yield at most.
+        max_tokens: yield at most so many.
         temperature: divides the logits; 0 takes the most likely token.
-        generator: on the CPU.
-        end_ids: each ends the text and is not yielded.
+        generator: random numbers, on the CPU.
+        end_ids: tokens that end the text; they are not yielded.
     """
     caches = new_caches(model)
     device = next(model.parameters()).device
@@ -172,10 +172,10 @@ def stream_text(tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[in
 
 
 def user_lines() -> Iterator[str]:
-    """Lines of standard input to its end; a person gets a prompt sign.
+    """Yield the lines of standard input; on a terminal with a prompt sign.
 
     Raises:
-        ConfigError: one is not UTF-8.
+        ConfigError: a line is not UTF-8.
     """
     while True:
         try:
@@ -189,7 +189,7 @@ def user_lines() -> Iterator[str]:
 
 
 def print_stream(texts: Iterable[str]) -> str:
-    """Print a line piece by piece, as it is made. Returns it."""
+    """Print pieces of text as they come, then a line break. Returns the whole text."""
     line = ""
     for text in texts:
         print(text, end="", flush=True)
@@ -199,11 +199,11 @@ def print_stream(texts: Iterable[str]) -> str:
 
 
 def chat(lines: Iterable[str], answer: Callable[[list[dict[str, str]]], str], system: str = "") -> None:
-    """Print an answer to each line. All turns before it are written anew, as some templates shorten older ones.
+    """Print an answer to each line. Each answer encodes the whole conversation, as some templates shorten older turns.
 
     Args:
-        lines: of a user. `/quit` ends the conversation, and `/file PATH` puts the file's text before the next line.
-        answer: prints what follows the messages, and gives it.
+        lines: what the user types. `/quit` ends the conversation, `/file PATH` puts a file's text before the next line.
+        answer: prints and returns what follows the messages.
         system: the first message, if there is one.
     """
     messages, before = [{"role": "system", "content": system}] if system else [], ""

@@ -1,4 +1,4 @@
-"""What commands share: a config and numbers on the command line, and imports on demand."""
+"""What commands share: arguments, output and imports. It does not import torch."""
 
 import argparse
 import gc
@@ -15,7 +15,7 @@ LARGEST = 2**62  # torch takes integers of 64 bits
 
 
 def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
-    """A `type` for argparse: a finite number from `least` on."""
+    """A `type` for argparse: a finite number that is not below `least`."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -28,7 +28,7 @@ def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
 
 
 def config_parser(command: str, about: str) -> argparse.ArgumentParser:
-    """The parser of a command on a config, whose other arguments override keys."""
+    """The parser of a command that takes a config and overrides of its keys."""
     about = f"{about} Any key can be overridden: --section.key=value"
     parser = argparse.ArgumentParser(prog=f"torchtitan-cp {command}", description=about, allow_abbrev=False)
     parser.add_argument("config", help="TOML file")
@@ -36,20 +36,23 @@ def config_parser(command: str, about: str) -> argparse.ArgumentParser:
 
 
 def parse_with_overrides(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the other arguments. Argparse would take an override that holds a space as an option's value."""
+    """Return the options and all other arguments.
+
+    Overrides are set aside first, because argparse would take one that holds a space as the value of an option.
+    """
     overrides = [entry for entry in arguments if entry.startswith("--") and "." in entry.partition("=")[0]]
     options, others = parser.parse_known_args([entry for entry in arguments if entry not in overrides])
     return options, [*others, *overrides]
 
 
 def escape_unprintable() -> None:
-    """Write what the encoding of stdout lacks as escapes, as stderr does."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not a notebook's
+    """Print characters that the encoding of stdout lacks as escapes, as stderr does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another type
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def report_os_errors(work: Callable[[], int]) -> int:
-    """Run a command. A disk that fails is one message and exit code 1, as the next try may succeed."""
+    """Run a command. A failing disk gives one message and exit code 1, because the next try may succeed."""
     try:
         return work()
     except OSError as error:
@@ -59,9 +62,9 @@ def report_os_errors(work: Callable[[], int]) -> int:
 
 
 def import_without_gc(name: str) -> Any:
-    """Import a module by name with garbage collection off, which takes a tenth less time."""
+    """Import a module by name with garbage collection off, which saves a tenth of the time."""
     gc.disable()
     module = importlib.import_module(name)
-    gc.freeze()  # later collections leave it out
+    gc.freeze()  # later collections do not scan it
     gc.enable()
     return module

@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _plan(config: Config, options: argparse.Namespace) -> int:
-    """Print the estimates of a config, or of what a search finds. Returns the exit code."""
+    """Print the estimates of a config, or of the one that a search finds. Returns the exit code."""
     console = Console(width=200 if not sys.stdout.isatty() else None, highlight=False, markup=False)
     check_stages(config)
     cluster = _cluster_of(options, config)

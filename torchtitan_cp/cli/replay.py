@@ -15,7 +15,7 @@ from torchtitan_cp.training.registry import args_from, empty_model
 
 
 def build(bundle: Bundle) -> nn.Module:
-    """The module of a bundle with the weights it had, in the run's compute dtype."""
+    """The module of a bundle with its weights, in the run's compute dtype."""
     report, name = bundle.report, bundle.report["unit"]
     if name == "loss":
         keys = ("loss_chunk_tokens", "z_loss", "logit_scale", "logit_softcap")
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _replay(folder: Path) -> int:
-    """Run a bundle's module again and print what came of it. Returns the exit code."""
+    """Run a bundle's module again and print whether the bad values come back. Returns the exit code."""
     bundle = Bundle.read(folder)
     print(f"in the run:  {bundle.report['said']}")
     if bundle.report["injected"]:

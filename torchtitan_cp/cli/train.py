@@ -1,4 +1,4 @@
-"""`torchtitan-cp train`, which run_train.sh calls: checks a config, then starts this node's ranks."""
+"""`torchtitan-cp train`, which run_train.sh calls, checks a config and then starts this node's ranks."""
 
 import argparse
 import importlib
@@ -15,7 +15,7 @@ from torchtitan_cp.config import UserError, format_error, load_config
 from torchtitan_cp.config.check import CUDA_GRAPHS
 from torchtitan_cp.config.load import OVERRIDE
 
-# Beside this package, in a checkout as when it is installed.
+# It is beside this package, both in a checkout and when installed.
 TRAIN = Path(__file__).parents[2] / "train.py"
 DRY_RUN_OPTIONS = ("--world-size", "--rank", "--device")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -39,10 +39,10 @@ def default_ranks() -> int:
 
 
 def load_launcher(check: list[str]) -> Any:
-    """The module that starts ranks, imported while a config is checked; it imports torch.
+    """Import the module that starts ranks, which takes as long as torch, while another process checks the config.
 
     Args:
-        check: command that says what is wrong with the config.
+        check: command that checks the config and prints what is wrong with it.
 
     Raises:
         SystemExit: the config would not run, or a signal came first.
@@ -57,9 +57,9 @@ def load_launcher(check: list[str]) -> Any:
 
     for number in SIGNALS:
         signal.signal(number, exit_before_start)
-    # torch logs each lost connection as a warning with forty lines of C++ frames, here and on the ranks.
+    # torch logs each lost connection as a warning with forty lines of C++ frames, here and on ranks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # In a session of its own it does not hear the terminal's Ctrl-C.
+    # A new session keeps the terminal's Ctrl-C from it.
     check_process = subprocess.Popen(check, start_new_session=True)
     try:
         launcher = import_without_gc("torchtitan_cp.runtime.launcher")
@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(format_error(options.config, error), file=sys.stderr)
         return 2
-    # One clear message and exit code 2 before any rank starts.
+    # The check gives one clear message and exit code 2 before any rank starts.
     nodes = options.nnodes
     ranks_of_job = ["--ranks", str(options.nproc * nodes)] if options.nproc else ["--nodes", str(nodes)]
     check = ["-m", "torchtitan_cp", "check", options.config, *ranks_of_job, *rest]
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
             check.append(flag)
             program += [flag, str(length)]
     if config.compile.mode not in CUDA_GRAPHS and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # Lengths that differ by stage and document leave fewer gaps in a GPU's memory. NCCL in CUDA graphs may hang.
+        # Varying lengths fragment a GPU's memory less this way. With CUDA graphs NCCL may hang under it.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     launcher = load_launcher([sys.executable, *check])
     ranks = options.nproc or default_ranks()

@@ -1,4 +1,4 @@
-"""Rules between keys: what the bounds of one key cannot say. Pure arithmetic and the file system."""
+"""Rules that involve several keys, and whether the run's folder can be written. The bounds of one key are in `key`."""
 
 import math
 import re
@@ -50,7 +50,7 @@ def check_stages(config: Config) -> None:
 
 
 def _check_warmup(config: Config) -> None:
-    """A warm-up that outlasts its steps never reaches the peak. Stages that end by `until` have no known length."""
+    """Refuse a warm-up that never reaches the peak. Stages that end by `until` have no fixed number of steps."""
     stages = config.curriculum.stages
     shared = [stage for stage in stages if stage.lr is None]
     spans: list[tuple[str, LRScheduler, list[Stage]]] = [("lr_scheduler", config.lr_scheduler, shared)]
@@ -110,7 +110,7 @@ def _check_sections(config: Config, ranks: int) -> None:
 
 
 def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:
-    """Rules between sections and the keys that a stage sets for itself."""
+    """Rules between the sections and the keys of a stage that override them."""
     schedule, compiled = config.parallel.pp_schedule, config.compile.enable
     recomputed = stage.activation.checkpoint or config.activation.checkpoint
     offload = config.activation.offload if stage.activation.offload is None else stage.activation.offload
@@ -126,7 +126,7 @@ def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Deg
         if compiled:
             raise ConfigError(f"{split} a compiled block cannot", fix=f"use {plain}, or compile.enable = false")
         if recomputed not in ("none", "full"):
-            # It runs the block again for each half, and torch's selective recomputation does so once.
+            # Each half of the backward recomputes the block, which torch's selective recomputation allows only once.
             raise ConfigError(
                 f"{split} activation.checkpoint = {recomputed!r} in {where} does not allow",
                 fix=f"use {plain}, or activation.checkpoint = 'full' or 'none'",
@@ -233,7 +233,7 @@ def _check_float8_rows(config: Config, stage: Stage, where: str, cp: int) -> Non
 
 
 def check_measured_lengths(config: Config, stage: Stage, where: str, cp: int, tp: int) -> None:
-    """Refuse a cp and tp whose ranks cannot share the other lengths at which a stage is measured."""
+    """Refuse a cp and tp whose ranks cannot share the sequences of an evaluation, which have other lengths."""
     evaluation = config.evaluation
     wanted = {f"evaluation.passkey.lengths has {length} tokens": length for length in evaluation.passkey.lengths}
     wanted[f"evaluation.position_seq_len is {evaluation.position_seq_len} tokens"] = evaluation.position_seq_len
@@ -289,7 +289,7 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
 
 
 def _check_micro_batches(stage: Stage, where: str, schedule: str, pp: int, unit: int) -> None:
-    """Every schedule but GPipe needs a micro-batch (of `unit` tokens) a pipeline rank; the interleaved ones, rounds."""
+    """Refuse too few micro-batches, of `unit` tokens each, for the pipeline; interleaved schedules need full rounds."""
     count = stage.global_batch_tokens // unit
     rounds = max(1, count // pp) if schedule.startswith("interleaved") else 1
     if schedule != "gpipe" and (count < pp or count % rounds):
@@ -302,10 +302,10 @@ def _check_micro_batches(stage: Stage, where: str, schedule: str, pp: int, unit:
 
 
 def check_dump_folder(folder: str) -> None:
-    """Make the run's folder, and write as much to it as a start does.
+    """Make the run's folder, and write about as much to it as a start does.
 
     Raises:
-        ConfigError: it, or a file in it that each start writes, cannot be made or written.
+        ConfigError: the folder, or a file in it that each start writes, cannot be made or written.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

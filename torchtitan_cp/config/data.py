@@ -162,10 +162,10 @@ class ResolvedStageData(StageData):
 
 
 def check_sources(data: Data, has_tokenizer: bool) -> None:
-    """Check that sources have names of their own, and keys that their kind reads.
+    """Check that each source has a name that no other has, and only keys that its kind reads.
 
     Args:
-        has_tokenizer: [tokenizer] names one; otherwise a tokenizer is trained on the text.
+        has_tokenizer: whether [tokenizer] names one; otherwise a tokenizer is trained on the text.
 
     Raises:
         ConfigError: the first rule that is broken, with its fix.
@@ -226,8 +226,9 @@ def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> No
     """Check how a stage reads its text.
 
     Args:
-        own: the stage's keys; where: their dotted name.
+        own: the stage's own keys.
         seq_len: S of the stage, in tokens.
+        where: their dotted name.
 
     Raises:
         ConfigError: the first rule that is broken, with its fix.

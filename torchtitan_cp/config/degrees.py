@@ -11,11 +11,11 @@ ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks along each axis of the mesh, outermost first; none is -1.
+    """Ranks along each axis of the mesh, outermost first, with -1 resolved.
 
     Attributes:
         fsdp: ranks the parameters are sharded over, dp_shard x cp. It is the same in every stage.
-        ep: of these, the ranks that share the experts; it adds none.
+        ep: how many of the fsdp ranks share a layer's experts; it adds no ranks.
     """
 
     pp: int
@@ -30,7 +30,7 @@ class Degrees:
         return self.dp_shard * self.cp
 
     def stage_cp(self, stage: Stage) -> int:
-        """Context-parallel degree of a stage: its own, all FSDP ranks for -1, or [parallel]'s."""
+        """Context-parallel degree of a stage: all FSDP ranks if it says -1, [parallel]'s if it says nothing."""
         if stage.cp is None:
             return self.cp
         return self.fsdp if stage.cp == -1 else stage.cp
@@ -43,7 +43,8 @@ class Degrees:
         """Refuse a degree that does not divide the FSDP ranks, naming those that do.
 
         Args:
-            key: dotted, of the degree; other_fix: what else the user may do.
+            key: dotted name of the degree.
+            other_fix: what else the user may do.
         """
         if self.fsdp % degree:
             divisors = ", ".join(str(number) for number in range(1, self.fsdp + 1) if self.fsdp % number == 0)
@@ -53,12 +54,12 @@ class Degrees:
             )
 
     def tokens_per_round(self, stage: Stage, micro_batch_sequences: int) -> int:
-        """Tokens that a stage's ranks read at once; a step has a multiple of them."""
+        """Tokens in one micro-batch of all ranks; those of a step are a multiple."""
         return stage.seq_len * self.stage_dp(stage) * micro_batch_sequences
 
 
 def length_unit(cp: int, tp: int) -> int:
-    """What a sequence's tokens must be a multiple of, so that cp x tp ranks can share it; without cp not of 2."""
+    """The number that must divide a sequence's tokens, so that cp x tp ranks can share it."""
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
 
 
@@ -66,10 +67,10 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
     """Fill the one -1 of [parallel] so that the product is `ranks`.
 
     Args:
-        stage: its tp and pp, where it has its own, replace those of [parallel].
+        stage: if it sets tp or pp, these replace the degrees of [parallel].
 
     Raises:
-        ConfigError: two of -1, a product that is not `ranks`, or experts' ranks that do not divide dp_shard x cp.
+        ConfigError: two degrees are -1, the product is not `ranks`, or ep does not divide dp_shard x cp.
     """
     own = {name: degree for name in ("tp", "pp") if (degree := getattr(stage, name, None)) is not None}
     degrees = {name: getattr(parallel, name) for name in ORDER} | own

@@ -4,7 +4,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Of an open file, which Python raises without its name.
+# Errors of a disk, which Python raises without a file's name if the file is open.
 NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE)
 
 
@@ -29,14 +29,14 @@ def format_error(config: str, error: Exception) -> str:
     """The message an entry point prints: the path of the config, once, and the error.
 
     Args:
-        config: its path as typed. Errors of load_config name it already; those of later checks do not.
+        config: its path as typed. Errors of load_config already contain it; errors of later checks do not.
     """
     return f"error: {error}" if config in str(error).partition("\n")[0] else f"error: {config}: {error}"
 
 
 @contextmanager
 def name_in_errors(path: object) -> Iterator[None]:
-    """Name this file or folder in an OSError that names none, as one of a write, a read or a memory map does not."""
+    """Add the name of a file or folder to an OSError that has none: those of reads, writes and memory maps."""
     try:
         yield
     except OSError as error:
@@ -45,10 +45,10 @@ def name_in_errors(path: object) -> Iterator[None]:
 
 
 def format_os_error(error: OSError) -> str:
-    """The message of a file that cannot be read or written, or of output that cannot be printed.
+    """The message for a file that cannot be read or written, or for output that cannot be printed.
 
     Raises:
-        OSError: the error itself, if it is neither.
+        OSError: the error itself, if it concerns neither.
     """
     if error.errno == errno.EPIPE:
         return "error: Broken pipe: what read this output, or another process of this command, has ended"

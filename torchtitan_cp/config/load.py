@@ -19,7 +19,7 @@ from torchtitan_cp.config.key import check_range
 from torchtitan_cp.config.sections import Config, Rope
 
 OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:[.\[][\w.\[\]-]*)?)=(.*)", re.DOTALL)
-# What a value must be, and how to write one.
+# For each type of a key: what the value must be, and how to write one.
 TOML_TYPES = {
     int: ("an integer", "write digits alone, e.g. 8"),
     float: ("a number", "write it without quotes, e.g. 0.5"),
@@ -93,7 +93,7 @@ def _index(node: Any, step: str, override: str) -> int:
 
 
 def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
-    """Make `kind` (a section, or the type of a key) from what the TOML holds.
+    """Convert a value of the TOML to `kind`, a section or the type of a key.
 
     Raises:
         ConfigError: naming `file` and the dotted key `where`.
@@ -145,5 +145,5 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved config as TOML, without unset keys, as it has no null; reading it back gives the same config."""
+    """The resolved config as TOML, without unset keys (TOML has no null). Reading it back gives the same config."""
     return tomli_w.dumps(dataclasses.asdict(config, dict_factory=lambda keys: {k: v for k, v in keys if v is not None}))

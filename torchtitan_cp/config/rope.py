@@ -25,10 +25,10 @@ class Rope:
         mscale: yarn: numerator of DeepSeek's attention factor; 0: the paper's
         mscale_all_dim: yarn: its denominator; given with mscale
         truncate: yarn: the blend starts and ends at whole dimensions
-        long_factor: longrope: divisors of the head_dim / 2 frequencies
+        long_factor: longrope: divisors of the head_dim / 2 frequencies; 1 leaves one unchanged
         short_factor: longrope: divisors in stages up to original_seq_len; default: long_factor
 
-    `omitted` are the keys that a TOML file leaves out: they come from the config.json that the model has, if any.
+    `omitted` are the keys that the TOML file leaves out. If the model has a config.json, they come from there.
     """
 
     omitted: ClassVar[tuple[str, ...]] = ()
@@ -62,7 +62,7 @@ def check_rope(rope: Rope, seq_len: int, where: str) -> None:
         where: the dotted key of `rope`.
 
     Raises:
-        ConfigError: a key that the kind does not read, one it lacks, or keys that exclude each other.
+        ConfigError: a key is set that the kind does not read, one is missing, or two exclude each other.
     """
     check_read_keys(rope, "kind", where)
     if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:

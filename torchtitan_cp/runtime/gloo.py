@@ -44,7 +44,7 @@ def use_one_thread() -> None:
 
 
 def _interfaces() -> list[str]:
-    """The network interfaces named for gloo, else the one named for NCCL, which also takes beginnings of names."""
+    """The interfaces that GLOO_SOCKET_IFNAME names, else NCCL's if that is the whole name of one, not a prefix."""
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return list(filter(None, names.split(",")))
     name = os.environ.get("NCCL_SOCKET_IFNAME")

@@ -1,6 +1,6 @@
-"""What a node's ranks write down for its launcher: why the job ends, or that it relaunches on another mesh.
+"""Notes of a node's ranks to its launcher: why the job ends, or that it relaunches on another mesh.
 
-Each rank has a note of its own in a folder that the launcher makes and removes. Ranks that nobody launched print.
+Each rank writes a note of its own to a folder that the launcher makes and removes. Without a launcher, ranks print.
 """
 
 import json

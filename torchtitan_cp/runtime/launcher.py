@@ -47,7 +47,7 @@ from torchtitan_cp.runtime.nodes import ask, is_own, own_address, route_to
 from torchtitan_cp.runtime.signals import STOP
 from torchtitan_cp.runtime.watchdog import LOST_RANK
 
-# Ranks that have no note of their own yet may still be writing to disk what went wrong.
+# After a rank's end note the other ranks may still write to disk what went wrong.
 NOTE_SECONDS = 5.0
 CRASH_SECONDS = 10
 # At the end, nodes wait for what rank 0 exports, and then for each other.
@@ -60,11 +60,11 @@ RESUMES = "the same command resumes from the last checkpoint"
 
 
 class JobEndedError(Exception):
-    """The job ends with the EndNote given: a rank wrote it, or a stop signal came while no rank was running."""
+    """Ends the job with an EndNote: a rank wrote it, or a stop signal came while no rank was running."""
 
 
 class NodeAgent(LocalElasticAgent):
-    """torchrun's agent of one node, which hears stop signals and what its ranks write down.
+    """torchrun's agent of one node, which also answers stop signals and reads the notes of its ranks.
 
     Args:
         spec: what the agent starts, how often, and where nodes meet.
@@ -87,13 +87,13 @@ class NodeAgent(LocalElasticAgent):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         if not repeated:
-            with suppress(OSError):  # what read it may have got the signal too
+            with suppress(OSError):  # the process that reads the output may have got the signal too
                 print(f"{signal.Signals(number).name}: the ranks finish their step, save and stop", file=sys.stderr)
         if not self.ranks:
             raise JobEndedError(EndNote(0, ""))
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        if self.stopping.is_set():  # the signal came while the ranks of a failed attempt were ended
+        if self.stopping.is_set():  # the signal came after a failed attempt
             raise JobEndedError(EndNote(0, ""))
         spec = worker_group.spec
         if restarts := spec.max_restarts - self._remaining_restarts:
@@ -107,7 +107,7 @@ class NodeAgent(LocalElasticAgent):
             )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # A rank inherits the mask: the signal waits until StopSignals can answer it.
+        # A rank inherits the mask, so that a signal waits until StopSignals can answer it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
         try:
             self.ranks = super()._start_workers(worker_group)
@@ -135,7 +135,7 @@ class NodeAgent(LocalElasticAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        """Wait for the other nodes, as the job's store may be on this one. torch's own barrier hears no signal."""
+        """Wait for the other nodes, as this one may hold the job's store. torch's own barrier blocks signals."""
         store, group, self.ranks = self._store, self._worker_group, {}  # without ranks a signal ends the job at once
         limits = {RANK_0: (1, EXPORT_SECONDS), NODES: (group.group_world_size, EXIT_SECONDS)}
         if not ask(lambda: [store.add(key, key == NODES or group.group_rank == 0) for key in limits], EXIT_SECONDS):
@@ -151,9 +151,10 @@ class NodeAgent(LocalElasticAgent):
                 return
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """SIGTERM asks a rank to save first; ranks of a job that ended by a message or Ctrl-C are killed.
+        """End the ranks: kill them if the job ended by a message or Ctrl-C; otherwise let them save or write first.
 
-        After a crash the other ranks wait for the lost one, and only what they write to disk may still end.
+        After a crash the other ranks wait for the lost one and can only finish what they write to disk, which takes
+        less time than a step and a save after a stop signal.
         """
         ended = isinstance(sys.exc_info()[1], (JobEndedError, KeyboardInterrupt, SignalException))
         if self._pcontext:  # closed here, as torch 2.11's _shutdown takes no timeout
@@ -171,14 +172,14 @@ def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: J
         program: its file and arguments.
         ranks: of this node.
         nodes: of the job; endpoint: HOST:PORT where they meet.
-        job: how long they wait for each other, how often all ranks start again after one crashed or hung, and the
-            folder, which tells this job from another at the same endpoint.
+        job: [job], which says how long nodes wait for each other and how often all ranks start again after one crashed
+            or hung. Its folder distinguishes this job from another one at the same endpoint.
     """
     for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
     # A store shared by all attempts gives restarted ranks the addresses of dead ones. Source: pytorch issue 135712.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # Under nohup a job outlives its terminal.
+    # A job started under nohup survives its terminal.
     hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGINT,SIGQUIT{hang_up}"
     with tempfile.TemporaryDirectory(prefix="torchtitan-cp-") as notes:
@@ -196,7 +197,7 @@ def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: J
 def _run(
     program: Sequence[str], ranks: int, max_restarts: int, meeting: RendezvousParameters, notes: Path
 ) -> EndNote | None:
-    """Run the ranks until the job ends, or until they ask for a relaunch, which is None."""
+    """Run the ranks until the job ends. Returns None if they asked for a relaunch."""
     handler, stopping = None, threading.Event()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
@@ -216,7 +217,7 @@ def _run(
     except RendezvousClosedError:
         return EndNote(1, "error: another node ended the job; its output says why")
     except (RendezvousError, DistNetworkError) as error:
-        if written := end_notes(notes):  # a rank of this node knows more: why the job ended
+        if written := end_notes(notes):  # a rank of this node says why the job ended
             return written[0][1]
         lost = f"no answer at {meeting.endpoint} ({_reason(error)}); node 0 has ended or is lost"
         if isinstance(error, RendezvousTimeoutError):
@@ -267,7 +268,7 @@ def _join(meeting: RendezvousParameters, stopping: threading.Event) -> Any:
         nonlocal seconds
         if answer := ask(lambda: getattr(store, method)(*arguments), seconds, stopping):
             return answer[0]
-        seconds = 0  # it is waited for once
+        seconds = 0  # later calls do not wait again
         raise RendezvousConnectionError("the connection broke, or was silent")
 
     if (other := call("compare_set", "folder", "", folder).decode()) != folder:
@@ -280,7 +281,7 @@ def _join(meeting: RendezvousParameters, stopping: threading.Event) -> Any:
 
 
 def _find_node_0(meeting: RendezvousParameters) -> RendezvousParameters:
-    """The meeting by addresses, as torch would go by the names of machines.
+    """Parameters for torch that go by addresses, where torch would go by the names of machines.
 
     Raises:
         ConfigError: other nodes cannot reach the endpoint.

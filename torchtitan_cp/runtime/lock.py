@@ -18,13 +18,13 @@ from torchtitan_cp.runtime.nodes import hosts_without
 
 logger = logging.getLogger(__name__)
 
-LOST_SECONDS = 150.0  # after a node is lost NFS keeps its lock for 90 s, and a job may start on others
+LOST_SECONDS = 150.0  # NFS keeps the lock of a lost node for 90 s, while the job may start again on other nodes
 SHARED_SECONDS = 10.0  # see hosts_without
 
 
 @contextmanager
 def run_dir_lock(folder: str | Path) -> Iterator[None]:
-    """Lock a run's folder for this job; the system unlocks it when the first rank ends, however it ends. Collective.
+    """Lock a run's folder for this job. The system unlocks it when rank 0 ends, however it ends. Collective.
 
     Raises:
         ConfigError: another job has locked it, it cannot be written, or a node has another folder of this name.
@@ -72,7 +72,7 @@ def _lock(folder: Path, stack: ExitStack) -> None:
 
 
 def _try_lock(file: TextIO) -> bool:
-    """Lock a file if no other process has locked it. Returns whether it is this job's now."""
+    """Lock a file if no other process has locked it. Returns False if one has."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The nodes of a job: what tells one from the others, how it reaches them, and which folders they share."""
+"""The nodes of a job: their names, how one reaches another, and whether they share a folder."""
 
 import os
 import socket
@@ -19,17 +19,20 @@ NOTICE_SECONDS, STOP_SECONDS = 60.0, 10.0
 
 
 def node_name() -> str:
-    """What tells this node from others: its number if a launcher gave one, as images may share a host name."""
+    """A name that no other node has: the number that a launcher gave this node, else its host name.
+
+    Machines made from one image may have the same host name.
+    """
     return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 def is_first_of_node() -> bool:
-    """Whether this rank does what one rank of each node has to do."""
+    """Whether this is the rank that does what only one rank of each node has to do."""
     return dist.get_rank() == 0 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def route_to(host: str) -> tuple[str, str]:
-    """A host's address, and this machine's own on the way there. Sends nothing to it.
+    """A host's address, and this machine's own address on the route to it. Sends nothing.
 
     Raises:
         OSError: the name does not resolve, or no interface leads there.

@@ -1,12 +1,12 @@
 """Ends the job within a set time after a rank dies or hangs, and says which rank it was and what it was doing.
 
-A rank's main thread calls `set_activity`. A second thread sends that to the other ranks through the job's store,
-several times within the time limit, and ends the process after it. The launcher then starts all ranks again, or ends
-the job.
+A rank's main thread calls `set_activity`. A second thread sends the activity to the other ranks through the job's
+store, several times within the activity's time limit, and ends the process when the limit is exceeded. The launcher
+then starts all ranks again, or ends the job.
 
-The threads also listen to each other, each to the next rank's, while the main thread stays in one activity: gloo raises
-when a peer dies, but NCCL leaves the main thread inside CUDA, where no exception reaches it, and neither raises when a
-peer is stopped. So the second thread itself reports a lost rank and ends the process.
+Each of these threads also listens to that of the next rank, as the main thread may never learn of a lost rank: gloo
+raises when a peer dies, but NCCL leaves the main thread inside CUDA, where no exception reaches it, and neither raises
+when a peer is stopped. So the second thread itself reports a lost rank and ends the process.
 """
 
 import json
@@ -37,16 +37,16 @@ LOST_CONTACT = re.compile(
     r"(?i)connection (closed|reset|refused)|broken pipe|timed? ?out|remote process exited|NCCL.*(error|abort)"
 )
 LOST_RANK = 4
-# A store that has not answered by then is gone.
+# A store that has not answered in this time is gone.
 ANSWER_SECONDS = 10.0
 FIRST_BEATS_SECONDS = 0.5
-STORE_HOST = 0  # the rank that holds the job's store, where each attempt has one of its own
-# torchrun polls its processes every 0.1 s and reports the first that failed: the dead one, if this rank waits.
+STORE_HOST = 0  # the rank that holds the job's store; each attempt has its own
+# torchrun polls its processes every 0.1 s and reports the first that failed. If this rank waits, that is the dead one.
 GRACE_SECONDS = 2.0
-# What a rank may be silent for: a tenth of its time limit, but three beats at least. A rank that computes, compiles or
-# writes beats all the same, unless a call into C holds Python's lock that long, as unpickling a large object does.
+# How long a rank may be silent: a tenth of its time limit, but at least three beats. A rank sends beats while it
+# computes, compiles or writes, unless a call into C holds Python's lock, as unpickling a large object does.
 SILENT_FRACTION, SILENT_BEATS, MAX_SILENT_SECONDS = 0.1, 3, 120.0
-# For a rank whose process on this host has ended or is stopped. It may also be about to leave, or held by a debugger.
+# The same for a rank whose process on this host has ended or is stopped: it may be leaving, or held by a debugger.
 GONE_BEATS = 2
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
@@ -56,14 +56,7 @@ class LostRankError(RuntimeError):
 
 
 class Activity(NamedTuple):
-    """What this process's main thread does.
-
-    Attributes:
-        what: e.g. "waiting for its batch".
-        step: optimizer step it belongs to, from 1; 0 before the first.
-        limit_seconds: the job ends when it takes longer.
-        since: time.monotonic() at its start.
-    """
+    """What the main thread does, as `set_activity` takes it; `since` is time.monotonic() at its start."""
 
     what: str
     step: int
@@ -72,11 +65,11 @@ class Activity(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """The last message of a rank to the others. It stays the same on a silent rank.
+    """The last message of a rank to the others. It does not change while the rank is silent.
 
     Attributes:
         activity_seconds: time since `what` began.
-        place: innermost line of this package in its main thread.
+        place: innermost line of this package in the main thread.
         node: see `node_name`.
     """
 
@@ -116,14 +109,14 @@ def set_activity(what: str, step: int, limit_seconds: float) -> None:
 class Watchdog:
     """Tells the other ranks what this rank does, and ends its process when that takes too long or a rank is lost.
 
-    A rank is lost if its process on this host has ended or is stopped for two beats, or if it has not been heard for a
-    tenth of the limit of this rank's activity (at least three beats, at most two minutes). The rank before it notices
-    and the others hear of it from the store, so a beat is four requests to the store, however many ranks there are.
+    A rank is lost if its process on this host has ended or is stopped for two beats, or if it is silent for a tenth of
+    the limit of this rank's activity (at least three beats, at most two minutes). The rank before it notices, and the
+    others learn of it from the store, so a beat is four requests to the store, however many ranks there are.
 
     Args:
         rank: this rank; world_size: ranks of the job.
         beat_seconds: between two messages to the others.
-        folder: of the run, for what the flight recorder of collectives holds.
+        folder: of the run, where the flight recorder of collectives is written.
     """
 
     def __init__(self, rank: int, world_size: int, beat_seconds: float, folder: str | Path) -> None:
@@ -134,7 +127,8 @@ class Watchdog:
         self._reachable, self._answered = True, time.monotonic()
         # The last beats of this rank and of the one that holds the store, for when that is gone.
         self._known: dict[int, Beat] = {}
-        # The last beat of the rank listened to, and the time since it was new: own waits, as all may have been stopped.
+        # The last beat of the rank listened to, and how long this rank waited since. Only its waits count, as the whole
+        # job may have been stopped.
         self._heard: Beat | None = None
         self._unheard_seconds = 0.0
         self._found: tuple[dict[int, Beat], dict[int, float]] | None = None
@@ -151,7 +145,7 @@ class Watchdog:
         self._thread.join()
         if kind is None:
             self._ask(lambda store: store.set(f"over/{self.rank}", ""), None)
-            if self.rank == STORE_HOST:  # the store ends with it, and the others must hear that it has left
+            if self.rank == STORE_HOST:  # the store ends with this rank, and the others must learn that it has left
                 left = [f"over/{rank}" for rank in range(self.world_size)]
                 self._ask(lambda store: store.wait(left, timedelta(seconds=ANSWER_SECONDS)), None)
 
@@ -162,7 +156,7 @@ class Watchdog:
             most_silent = min(SILENT_FRACTION * activity.limit_seconds, MAX_SILENT_SECONDS)
             most_silent = max(SILENT_BEATS * self.beat_seconds, most_silent)
             self._beat(most_silent)
-            # Time between two looks counts up to what lies between them: a scheduler may have held the job still.
+            # No more counts as passed than this thread waited for: a scheduler may have stopped the job meanwhile.
             now = time.monotonic()
             passed = min(now - max(looked, activity.since), waited + most_silent)
             busy_seconds = passed + busy_seconds * (activity is watched) if activity is _now else 0.0
@@ -177,16 +171,17 @@ class Watchdog:
             waited = self.beat_seconds if STORE_HOST in self._known else min(FIRST_BEATS_SECONDS, self.beat_seconds)
 
     def _end(self, reason: str, activity: Activity) -> None:
-        """Report, and end this process: no thread, no collective and no CUDA call can delay it."""
+        """Report, and end this process at once, whatever its other threads do."""
         self.report(f"{reason}: rank {self.rank} was {activity.what}; the job is ended")
         sys.stderr.flush()
         os._exit(LOST_RANK)
 
     def _lost_contact(self, waited: float, most_silent: float) -> str:
-        """Why this rank waits in vain; "" as long as the next rank beats, or has left on purpose.
+        """Why this rank waits in vain; "" as long as the next rank sends beats, or if it has left on purpose.
 
         Args:
-            waited: seconds since the last call; most_silent: seconds that a rank may be silent for.
+            waited: seconds since the last call.
+            most_silent: seconds that a rank may be silent.
         """
         if self._ask(lambda store: store.check(["ended"]), False, most_silent):
             return "another rank ended the job"
@@ -230,7 +225,7 @@ class Watchdog:
         return {wanted[name]: Beat(*json.loads(text)) for name, text in self._ask(read, [], answer_seconds)}
 
     def report(self, reason: str) -> None:
-        """Log which rank is to blame, on the first rank that reports, and write the flight recorder of each."""
+        """Log which rank is to blame, on the first rank that reports, and write this rank's flight recorder."""
         with self._reporting_now:
             if self._reported:
                 return
@@ -244,7 +239,7 @@ class Watchdog:
             dump_flight_recorder(self.folder, self.rank)
 
     def _silent_ranks(self) -> tuple[dict[int, Beat], dict[int, float]]:
-        """The last beat of each rank that has sent one, and for how many seconds each silent rank is known to be so."""
+        """The last beat of each rank that has sent one, and the silent ranks with the seconds of their silence."""
         everyone, begun = range(self.world_size), time.monotonic()
         first = beats = self._read(everyone)
         silent = {rank for rank, beat in beats.items() if beat.is_gone}
@@ -260,13 +255,13 @@ class Watchdog:
         return beats, {rank: time.monotonic() - begun + self._unheard_seconds * (rank == self._next) for rank in silent}
 
     def _reporting(self, ranks: Iterable[int]) -> set[int]:
-        """Those of the ranks that have given up themselves or left at the end, which are not to blame."""
+        """The ranks among these that reported a loss themselves or left at the end, and so are not to blame."""
         found: set[int] = self._ask(lambda store: {rank for rank in ranks if store.check([f"over/{rank}"])}, set())
         return found
 
 
 def describe(beats: dict[int, Beat], silent: dict[int, float]) -> str:
-    """The ranks to blame: silent ones, each with the seconds, else those that are behind the others."""
+    """Name the ranks to blame: silent ones, each with the seconds; if there are none, those behind the others."""
     if silent:
         known = {rank: f"no sign of life from rank {rank} for {seconds:.0f} s" for rank, seconds in silent.items()}
         known |= {rank: f"rank {rank} has ended or is stopped" for rank in silent.keys() & beats if beats[rank].is_gone}
@@ -302,7 +297,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def dump_flight_recorder(folder: Path, rank: int) -> None:
-    """Write the latest collectives of this rank as JSON, if torch records them."""
+    """Write the latest collectives of this rank as JSON, if torch records them; NCCL has its own recorder."""
     # NCCL's groups have a recorder of their own.
     nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     with suppress(AttributeError, OSError, RuntimeError):
@@ -316,7 +311,7 @@ def name_lost_ranks(watch: Watchdog | None = None) -> Iterator[None]:
     """Turn a transport error into one message, and give the launcher time to see which rank died first.
 
     Args:
-        watch: of this rank; None before the ranks have joined.
+        watch: this rank's watchdog; None before the ranks have joined.
 
     Raises:
         LostRankError: instead of the transport's error.
@@ -327,7 +322,7 @@ def name_lost_ranks(watch: Watchdog | None = None) -> Iterator[None]:
         if not LOST_CONTACT.search(str(error)):
             raise
         reason, *more = str(error).strip().splitlines()
-        if "Last error:" in more:  # NCCL's own; it may be out of memory
+        if "Last error:" in more:  # NCCL's reason, e.g. that the GPU is out of memory
             reason += f" ... {' '.join(more[more.index('Last error:') :])}"
         lost = f"lost contact with another rank ({reason})"
         if watch:
