@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,16 +11,12 @@ from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import gather, open_groups
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
-from torchtitan_cp.attention.kernels.reference import mask_scores
 from torchtitan_cp.attention.layouts import NODE_RANKS, ROW_PAIRS, RowPairs, check_layout, make_layout
 from torchtitan_cp.attention.mask import AttentionMask
-from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import attention
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, resolve_strategy
-from torchtitan_cp.attention.tiles import rows_of
 
-BLOCK_SCORES = 2**24  # how many scores of a head `largest_logits` holds at once
 # Per format of q, k and v: the functions to [B, S/P, H, D] and back.
 FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "bshd": (lambda x: x, lambda x: x),
@@ -102,7 +97,6 @@ def attend(
     sinks: Tensor | None = None,
     qkv_format: str = "bshd",
     softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of a rank's queries over the full sequence, differentiable. Collective over the plan's group.
 
@@ -118,8 +112,6 @@ def attend(
             Its gradient is that of this rank's queries: sum it over the ranks, like any parameter's.
         qkv_format: order of the dims: "bshd"; "sbhd" `[S/P, B, H, D]`; "thd" `[S/P, H, D]`, one packed row.
         softcap: above 0, scores s become softcap tanh(s / softcap); kernels reference and flex.
-        alibi_slopes: `[Hq]` constants, floating point; a head's slope times the distance of query and key is
-            subtracted from a score (Press et al., 2022); kernels reference and flex.
 
     Returns:
         Attention in q's dtype and format, `[B, S/P, Hq, Dv]`; rows of padding are zero.
@@ -129,48 +121,12 @@ def attend(
     """
     to_bshd, back = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
     q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
-    check_shapes(q, k, v, plan, sinks, alibi_slopes)
+    check_shapes(q, k, v, plan, sinks)
     if not softcap >= 0:
         raise PlanError(f"softcap = {softcap} is not at least 0", fix="give a positive number, or 0 for none")
     _, all_to_all_ranks = resolve_strategy(plan, q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return back(attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, all_to_all_ranks)[0])
-
-
-@torch.no_grad()
-def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd") -> Tensor:
-    """The largest scaled score of each head that the mask allows, over the batch and the queries of all ranks.
-
-    It is what QK clipping acts on, and it grows before a loss spikes. Collective. It costs about half an attention
-    forward, and holds the keys of one head at a time; no kernel returns its largest score. Source: QK-Clip, Kimi K2
-    technical report (2025), section 2.1.
-
-    Args:
-        q, k, plan, scale, qkv_format: as for `attend`.
-
-    Returns:
-        `[Hq]`, fp32 (fp64 for fp64), the same on every rank; -inf where a head attends to nothing.
-
-    Raises:
-        PlanError: shapes or dtypes do not fit the plan or each other.
-    """
-    to_bshd, _ = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
-    q, k = to_bshd(q), to_bshd(k)
-    check_shapes(q, k, k, plan)
-    dtype, scale = accumulation_dtype(q.dtype), q.shape[-1] ** -0.5 if scale is None else scale
-    largest = torch.full((q.shape[2],), float("-inf"), dtype=dtype, device=q.device)
-    for head in range(q.shape[2]):
-        if head % (q.shape[2] // k.shape[2]) == 0:
-            keys = plan.unshard(k[:, :, head * k.shape[2] // q.shape[2]])
-        for tile in plan.gathered_tiles if len(q) else ():
-            rows, columns = rows_of(tile)
-            k_tile = keys[columns].to(dtype)
-            block = max(1, BLOCK_SCORES // k_tile.shape[1])
-            for number, q_block in enumerate(q[:, :, head][rows].to(dtype).split(block, 1)):
-                scores = q_block * scale @ k_tile.mT
-                band = tile.band.shifted(-number * block, *scores.shape[1:])
-                largest[head] = torch.maximum(largest[head], mask_scores(scores, band).max())
-    return gather(largest, plan.process_groups).amax(0)
+    return back(attention(q, k, v, sinks, plan.handle, scale, softcap, all_to_all_ranks)[0])
 
 
 @dataclass(eq=False, repr=False)
@@ -266,7 +222,6 @@ class ContextParallel:
         return self.make_plan(seq_len, mask=mask, like=like)
 
     attention = staticmethod(attend)
-    largest_logits = staticmethod(largest_logits)
 
 
 def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
@@ -283,9 +238,7 @@ def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
     return gather(x.detach(), plan.process_groups).sum(0)
 
 
-def check_shapes(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> None:
     """Raise PlanError unless the arguments of `attend` fit the plan and each other."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -299,10 +252,7 @@ def check_shapes(
         )
     if not q.dtype == k.dtype == v.dtype:
         raise PlanError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}", fix="cast them to one")
-    for name, numbers in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if numbers is not None and numbers.shape != (q.shape[2],):
-            raise PlanError(
-                f"{name} have the shape {tuple(numbers.shape)}", fix=f"give one number per query head: {q.shape[2]}"
-            )
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise PlanError("alibi_slopes have no gradient", fix="give constants: alibi_slopes.detach()")
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        raise PlanError(
+            f"sinks have the shape {tuple(sinks.shape)}", fix=f"give one number per query head: {q.shape[2]}"
+        )

@@ -50,15 +50,14 @@ def prepare_plan(plan: Plan) -> None:
 
 
 def _make_call(
-    handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: ScoreMod, *sinks_and_slopes: Tensor | None
+    handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: ScoreMod, sinks: Tensor | None
 ) -> tuple[Strategy, Call]:
     """The strategy of a plan, and its call for (query, key) heads."""
     plan = with_strategy(find_plan(handle), *heads)
     plan.check_batch(len(q))
-    _, slopes = sinks_and_slopes
-    options = {"softcap": scores.softcap > 0, "alibi": slopes is not None, "dense": plan.mask.dense}
+    options = {"softcap": scores.softcap > 0, "dense": plan.mask.dense}
     kernel = choose_kernel(plan.kernel, q, v, **options)
-    return STRATEGIES[plan.strategy], Call(plan, kernel, scores, heads[1], *plan.process_groups, *sinks_and_slopes)
+    return STRATEGIES[plan.strategy], Call(plan, kernel, scores, heads[1], *plan.process_groups, sinks)
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
@@ -115,7 +114,6 @@ def attention(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    slopes: Tensor | None,
     handle: Tensor,
     scale: float,
     softcap: float,
@@ -125,7 +123,7 @@ def attention(
     if not len(q):  # which some kernels refuse
         return _new_outputs(q, k, v, all_to_all_ranks)
     q, k, v = map(_with_unit_stride, (q, k, v))
-    strategy, call = _make_call(handle, q, v, (q.shape[2], k.shape[2]), ScoreMod(scale, softcap), sinks, slopes)
+    strategy, call = _make_call(handle, q, v, (q.shape[2], k.shape[2]), ScoreMod(scale, softcap), sinks)
     out, lse, residuals = strategy.forward(q, k, v, call)
     return out, lse, [] if all_to_all_ranks == 1 else list(residuals)
 
@@ -135,7 +133,6 @@ def attention_backward(
     dout: Tensor,
     residuals: list[Tensor],
     sinks: Tensor | None,
-    slopes: Tensor | None,
     handle: Tensor,
     scale: float,
     softcap: float,
@@ -145,7 +142,7 @@ def attention_backward(
     if not len(dout):
         return _new_gradients(dout, residuals, sinks, key_heads)
     dout, q, k, v, out = map(_with_unit_stride, (dout, *residuals[:4]))
-    strategy, call = _make_call(handle, q, v, (dout.shape[2], key_heads), ScoreMod(scale, softcap), sinks, slopes)
+    strategy, call = _make_call(handle, q, v, (dout.shape[2], key_heads), ScoreMod(scale, softcap), sinks)
     *gradients, dsinks = strategy.backward(dout, Residuals(q, k, v, out, residuals[4]), call)
     # Compiled code relies on the strides that `_new_gradients` promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
@@ -153,18 +150,18 @@ def attention_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, sinks, slopes, handle, ctx.scale, ctx.softcap, _ = inputs
+    q, k, v, sinks, handle, ctx.scale, ctx.softcap, _ = inputs
     out, lse, residuals = output
     ctx.key_heads = k.shape[2]
-    ctx.save_for_backward(handle, sinks, slopes, *(residuals or (q, k, v, out, lse)))
+    ctx.save_for_backward(handle, sinks, *(residuals or (q, k, v, out, lse)))
 
 
 def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    handle, sinks, slopes, *residuals = ctx.saved_tensors
+    handle, sinks, *residuals = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.torchtitan_cp.attention_backward(
-        dout, residuals, sinks, slopes, handle, ctx.scale, ctx.softcap, ctx.key_heads
+        dout, residuals, sinks, handle, ctx.scale, ctx.softcap, ctx.key_heads
     )
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None
 
 
 attention.register_fake(_new_outputs)

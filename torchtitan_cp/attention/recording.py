@@ -86,7 +86,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         layer = self.running[-1]
         if func is OPERATOR:
-            q, k, v, sinks, _, handle, scale, softcap, _ = args
+            q, k, v, sinks, handle, scale, softcap, _ = args
             heads, dims = zip(q.shape[2:], v.shape[2:], strict=True)
             sinks = None if sinks is None else sinks.detach().cpu().clone()  # FSDP frees a weight after its layer
             self.trace.calls.setdefault(layer, CallInfo(heads, dims, find_plan(handle), scale, softcap, sinks))

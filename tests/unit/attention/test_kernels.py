@@ -21,7 +21,6 @@ from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, 
 from torchtitan_cp.attention.caching import BoundedCache
 from torchtitan_cp.attention.kernels import (
     KERNELS,
-    Alibi,
     ScoreMod,
     choose_for_case,
     choose_kernel,
@@ -254,14 +253,13 @@ def test_masks_of_flex_are_kept_within_their_bytes(monkeypatch: pytest.MonkeyPat
     assert [key[0][0] for key in flex._masks.entries] == tiles[-3:], "the newest"
 
 
-@pytest.mark.parametrize("scores", ["plain", "capped", "biased"])
+@pytest.mark.parametrize("scores", ["plain", "capped"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, scores: str, flex_on_cpu: None) -> None:
     plan = make_plan(512, mask=mask, ranks=2, rank=1, layout="zigzag")
     tensors = [x.double() for x in draw(256, 256, (4, 2), (16, 16), "cpu", torch.float32)]
     kernel, reference, tiles = KERNELS["flex"], KERNELS["reference"], plan.steps[0].tiles
-    alibi = Alibi(torch.tensor([0.5, 0.1, 0.02, 0.0]), plan.positions, plan.positions)
-    how = {"plain": ScoreMod(0.2), "capped": ScoreMod(0.2, 1.5), "biased": ScoreMod(0.2, alibi=alibi)}[scores]
+    how = {"plain": ScoreMod(0.2), "capped": ScoreMod(0.2, 1.5)}[scores]
     q, k, v, dout = tensors
     merged = RunningSoftmax(q, 16)
     block = KeyBlock(k, v, tiles, how)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import cpu, cudnn, efficient, flash, flex, reference
-from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, ScoreMod
+from torchtitan_cp.attention.kernels.kernel import Case, Kernel, ScoreMod
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,6 @@ PREFERRED = {9: "cudnn", 10: "cudnn"}
 
 def check_kernel(name: str) -> str:
     """Return `name`, or raise PlanError unless it is `auto` or a registered kernel."""
-    if name == "fp8":
-        raise PlanError(
-            "attention kernel 'fp8' is not available: PyTorch's FP8 attention (FlashAttention-3's) has no backward",
-            fix="carry keys and values in 8 bits with kv_transfer = 'float8', and use kernel = 'auto'",
-        )
     return check_name("attention kernel", name, ("auto", *KERNELS))
 
 
@@ -50,7 +45,7 @@ def choose_kernel(name: str, q: Tensor, v: Tensor, **options: bool) -> Kernel:
     """The kernel `name`, or for "auto" the first that can run these tensors.
 
     Args:
-        options: softcap, alibi and dense; see Case.
+        options: softcap and dense; see Case.
 
     Raises:
         PlanError: the kernel cannot run them; the message says why and which can.
@@ -85,4 +80,4 @@ def choose_for_case(name: str, case: Case) -> str:
     )
 
 
-__all__ = ["KERNELS", "Alibi", "Case", "Kernel", "ScoreMod", "check_kernel", "choose_for_case", "choose_kernel"]
+__all__ = ["KERNELS", "Case", "Kernel", "ScoreMod", "check_kernel", "choose_for_case", "choose_kernel"]

@@ -70,13 +70,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Score
 
 def _score_change(scores: ScoreMod) -> Callable[..., Tensor] | None:
     """The function that changes a scaled score: (score, batch row, head, query row, key row) -> score."""
-    _, cap, alibi = scores
-    if cap:
-        return lambda score, b, h, q_row, k_row: cap * torch.tanh(score / cap)
-    if alibi:
-        slopes, queries, keys = alibi
-        return lambda score, b, h, q_row, k_row: score - slopes[h] * (queries[q_row] - keys[k_row]).abs()
-    return None
+    cap = scores.softcap
+    return (lambda score, b, h, q_row, k_row: cap * torch.tanh(score / cap)) if cap else None
 
 
 @cache
@@ -159,5 +154,5 @@ def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor,
 
 DTYPES = (*HALF, torch.float32)
 KERNEL = Kernel(
-    forward, backward, "cuda", DTYPES, range(16, WIDEST), whole_steps=True, score_mods=True, prepare=prepare
+    forward, backward, "cuda", DTYPES, range(16, WIDEST), whole_steps=True, has_softcap=True, prepare=prepare
 )

@@ -23,7 +23,7 @@ class Case(NamedTuple):
         device: its type, as in torch.device.
         dtype: of q, k, v.
         qk_dim: Dqk, head dim of queries and keys; v_dim: Dv, of values.
-        softcap: whether scores are capped; alibi: whether they have linear biases.
+        softcap: whether scores are capped.
         dense: whether all tiles are full or causal: neither a window nor packed documents.
         capability: (major, minor) compute capability of a CUDA device; None: unknown, or another device.
         deterministic: whether the backward must give the same bits in every run.
@@ -34,25 +34,9 @@ class Case(NamedTuple):
     qk_dim: int
     v_dim: int
     softcap: bool = False
-    alibi: bool = False
     dense: bool = True
     capability: tuple[int, int] | None = None
     deterministic: bool = False
-
-
-class Alibi(NamedTuple):
-    """Linear biases: slope times the distance of query and key is subtracted from a score.
-
-    Source: Press et al., Train Short, Test Long, 2022.
-
-    Attributes:
-        slopes: `[Hq]` fp32 or wider.
-        queries: `[Sq]` int64, global positions of the queries; keys: `[Sk]` int64, of the keys.
-    """
-
-    slopes: Tensor
-    queries: Tensor
-    keys: Tensor
 
 
 class ScoreMod(NamedTuple):
@@ -61,19 +45,10 @@ class ScoreMod(NamedTuple):
     Attributes:
         scale: multiplies the product.
         softcap: above 0, a scaled score s becomes softcap tanh(s / softcap).
-        alibi: linear biases of these queries and keys, or None.
     """
 
     scale: float
     softcap: float = 0.0
-    alibi: Alibi | None = None
-
-    def of_tile(self, tile: Tile) -> "ScoreMod":
-        """The same, with the linear biases of a tile's rows."""
-        if self.alibi is None:
-            return self
-        slopes, queries, keys = self.alibi
-        return self._replace(alibi=Alibi(slopes, queries[tile.q_start : tile.q_stop], keys[tile.k_start : tile.k_stop]))
 
 
 @dataclass(frozen=True)
@@ -93,7 +68,7 @@ class Kernel:
             if a call takes a single tile.
         whole_steps: whether one call does all tiles of a step. Forward and backward then take the tiles instead of a
             band, and rows that no tile reaches have out 0 and lse -inf.
-        score_mods: whether it supports a soft-cap and linear biases.
+        has_softcap: whether it supports a soft-cap.
         deterministic: whether its backward gives the same bits in every run.
         prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) -> anything: does the host's part
             of a call ahead of it.
@@ -108,7 +83,7 @@ class Kernel:
     takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
     kind: Callable[[int, int, Band], Hashable] | None = None
     whole_steps: bool = False
-    score_mods: bool = False
+    has_softcap: bool = False
     deterministic: bool = True
     prepare: Callable[[tuple[Tile, ...], int, int, int], Any] | None = None
 
@@ -119,9 +94,7 @@ class Kernel:
         dtypes = " or ".join(map(str, self.dtypes))
         refusals = {
             "its backward is not deterministic": case.deterministic and not self.deterministic,
-            "it has no logit soft-cap": case.softcap and not self.score_mods,
-            "it has no ALiBi": case.alibi and not self.score_mods,
-            "it has no ALiBi under a logit soft-cap": case.alibi and case.softcap,
+            "it has no logit soft-cap": case.softcap and not self.has_softcap,
             f"it runs on {self.device}, not {case.device}": self.device not in (None, case.device),
             f"it takes {dtypes}, not {case.dtype}": case.dtype not in self.dtypes,
             f"it takes head dims {supported}, not {' and '.join(map(str, dims))}": any(

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.kernel import Alibi, Kernel, ScoreMod
+from torchtitan_cp.attention.kernels.kernel import Kernel, ScoreMod
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import accumulation_dtype
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: ScoreMod) -> tuple[Tensor, Tensor]:
-    logits = _masked_logits(_capped_logits(q, k, scores), band, scores.alibi)
+    logits = mask_scores(_capped_logits(q, k, scores), band)
     lse = logits.logsumexp(-1)
     out = torch.einsum("bhgqk,bkhd->bqhgd", (logits - lse[..., None]).exp(), v.to(logits.dtype))
     return out.flatten(2, 3).to(q.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3)
@@ -20,7 +20,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Source: the derivation in FlashAttention (Dao et al., 2022), appendix B."""
     capped = _capped_logits(q, k, scores)
-    logits = _masked_logits(capped, band, scores.alibi)
+    logits = mask_scores(capped, band)
     q, k, v, dout, out = (x.to(logits.dtype) for x in (q, k, v, dout, out))
     grouped = lambda x: x.unflatten(2, (k.shape[2], -1))  # noqa: E731
     probabilities = (logits - grouped(lse).permute(0, 2, 3, 1)[..., None]).exp()
@@ -35,19 +35,11 @@ def backward(
 
 
 def _capped_logits(q: Tensor, k: Tensor, scores: ScoreMod) -> Tensor:
-    """`[B, Hkv, Hq/Hkv, Sq, Sk]` scores of all pairs, fp32 or fp64, without linear biases."""
+    """`[B, Hkv, Hq/Hkv, Sq, Sk]` scores of all pairs, fp32 or fp64."""
     dtype = accumulation_dtype(q.dtype)
     grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
     logits = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(dtype)) * scores.scale
     return scores.softcap * torch.tanh(logits / scores.softcap) if scores.softcap else logits
-
-
-def _masked_logits(capped: Tensor, band: Band, alibi: Alibi | None) -> Tensor:
-    """The scores with their linear biases, -inf where the band forbids a pair."""
-    if alibi:
-        distances = (alibi.queries[:, None] - alibi.keys).abs()
-        capped = capped - alibi.slopes.to(capped.dtype).view(*capped.shape[1:3], 1, 1) * distances
-    return mask_scores(capped, band)
 
 
 def mask_scores(scores: Tensor, band: Band) -> Tensor:
@@ -60,4 +52,4 @@ def mask_scores(scores: Tensor, band: Band) -> Tensor:
     return scores
 
 
-KERNEL = Kernel(forward, backward, takes_band=lambda queries, keys, band: True, score_mods=True)
+KERNEL = Kernel(forward, backward, takes_band=lambda queries, keys, band: True, has_softcap=True)

@@ -103,9 +103,8 @@ def gather_heads(k: Tensor, v: Tensor, query_heads: int, call: Call) -> Iterator
         shards = (codec.decode(message, k.shape[1], k[:, :, keys], v[:, :, keys]) for message in messages)
         k_shards, v_shards = zip(*shards, strict=True)
         queries = slice(keys.start * per_key, keys.stop * per_key)
-        scores_for = call.for_heads(queries).scores_for
         gathered = [
-            (rows, KeyBlock(take_rows(k_shards, rows), take_rows(v_shards, rows), tiles, scores_for(rows)))
+            (rows, KeyBlock(take_rows(k_shards, rows), take_rows(v_shards, rows), tiles, call.scores))
             for tiles, rows in arrange_rows(call.plan, call.kernel)
         ]
         del messages, k_shards, v_shards

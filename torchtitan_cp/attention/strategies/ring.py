@@ -60,7 +60,7 @@ def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, Ke
 
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         arriving = start(following) if following else None
-        yield step, KeyBlock(kv[0], kv[1], step.tiles, call.scores_for(step.key_rows))
+        yield step, KeyBlock(kv[0], kv[1], step.tiles, call.scores)
         if following and arriving:
             kv = codec.decode(arriving.wait(), count_rows(following.receive), k, v)
 

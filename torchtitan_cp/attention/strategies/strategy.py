@@ -4,15 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Group
-from torchtitan_cp.attention.kernels import Alibi, Kernel, ScoreMod
+from torchtitan_cp.attention.kernels import Kernel, ScoreMod
 from torchtitan_cp.attention.kernels.packed import Packed, pack
 from torchtitan_cp.attention.merge import ALL, GradientSum, Rows, RunningSoftmax
-from torchtitan_cp.attention.plan import KeyRows, Plan
+from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.tiles import Tile, rows_of
 
 
@@ -28,7 +27,6 @@ class Call:
         ring_group: the ranks across which KV travels.
         all_to_all_group: the ranks that trade heads for sequence.
         sinks: `[Hq]` logits, or None.
-        slopes: `[Hq]` of linear biases, or None.
     """
 
     plan: Plan
@@ -38,24 +36,12 @@ class Call:
     ring_group: Group
     all_to_all_group: Group
     sinks: Tensor | None = None
-    slopes: Tensor | None = None
 
     def for_heads(self, heads: slice) -> "Call":
-        """The call for some of the query heads; sinks and slopes of heads beyond Hq are zero."""
-        sinks, slopes = (
-            None if x is None else F.pad(x, (0, max(0, heads.stop - len(x))))[heads] for x in (self.sinks, self.slopes)
-        )
-        return replace(self, sinks=sinks, slopes=slopes)
-
-    def scores_for(self, keys: KeyRows) -> ScoreMod:
-        """The scores of this rank's queries and these keys, with the linear biases of their positions."""
-        layout, slopes = self.plan.ring_layout, self.slopes
-        if slopes is None:
-            return self.scores
-        queries = layout.positions(self.ring_group.rank)
-        positions = [queries[:0], *(layout.positions(source)[start:stop] for source, start, stop in keys)]
-        alibi = Alibi(slopes, queries.to(slopes.device), torch.cat(positions).to(slopes.device))
-        return self.scores._replace(alibi=alibi)
+        """The call for some of the query heads; sinks of heads beyond Hq are zero."""
+        if self.sinks is None:
+            return self
+        return replace(self, sinks=F.pad(self.sinks, (0, max(0, heads.stop - len(self.sinks))))[heads])
 
 
 class Residuals(NamedTuple):
@@ -156,4 +142,4 @@ def _kernel_calls(block: KeyBlock, kernel: Kernel, q: Tensor) -> Iterator[_Kerne
             yield _KernelCall(*pack(group, kind, q), block.scores)
         else:
             (tile,) = group
-            yield _KernelCall(*rows_of(tile), tile.band, block.scores.of_tile(tile), tile.flipped)
+            yield _KernelCall(*rows_of(tile), tile.band, block.scores, tile.flipped)
