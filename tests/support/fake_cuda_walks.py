@@ -79,7 +79,6 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
         "none": (),
         "of all ranks": ("--model.architecture=moe",),
         "ep": ("--model.architecture=moe", "--parallel.ep=2"),
-        "ep with a capacity": ("--model.architecture=moe", "--parallel.ep=2", "--parallel.expert_capacity=1.5"),
     },
 }
 Case = dict[str, str]

@@ -198,8 +198,6 @@ class Parallel:
         cp: context-parallel ranks; a stage may set its own
         tp: tensor-parallel ranks, best in one node
         ep: expert-parallel ranks, a divisor of dp_shard x cp; each has its share of the experts of every layer
-        expert_capacity: tokens that an expert takes from a rank and micro-batch, over the mean of all experts; those
-            beyond are dropped and counted. 0: none is dropped
         async_tp: CUDA, compiled blocks: tensor-parallel communication overlaps the matrix products in parts
         fsdp_reshard: whether a block's gathered weights are freed after its forward; auto: never in a pipeline, else
             always
@@ -216,7 +214,6 @@ class Parallel:
     cp: int = key(1, least=-1, excluded=0)
     tp: int = key(1, least=-1, excluded=0)
     ep: int = key(1, least=1)
-    expert_capacity: float = key(0.0, least=0.0)
     async_tp: bool = False
     fsdp_reshard: str = key("auto", choices=("auto", "always", "never"))
     fsdp_prefetch: int = key(1, least=1)
@@ -354,7 +351,6 @@ class Health:
         max_lr_cuts: times that a run lowers the learning rate before the job halts
         lr_factor: lower_lr: factor on the learning rate, each time
         lr_steps: lower_lr: healthy steps before the learning rate is back
-        idle_expert_steps: steps in a row without a token after which an expert is named in a warning; 0: never
         replay: repeat a step with non-finite values, and name the module, rank and token where they begin
         bundles: replays whose tensors are kept in health/ for offline study
     """
@@ -369,7 +365,6 @@ class Health:
     max_lr_cuts: int = key(1, least=0)
     lr_factor: float = key(0.1, least=0, most=1)
     lr_steps: int = key(100, least=1)
-    idle_expert_steps: int = key(100, least=0)
     replay: bool = True
     bundles: int = key(3, least=0)
     inject: Inject = field(default_factory=Inject)

@@ -15,13 +15,12 @@ def expert_loads(counts: Tensor) -> np.ndarray:
     return (counts / counts.mean(1, keepdim=True)).cpu().numpy()
 
 
-def expert_fields(counts: Tensor, entropy: Tensor, dropped: Tensor, tokens: int) -> dict[str, Any]:
+def expert_fields(counts: Tensor, entropy: Tensor, tokens: int) -> dict[str, Any]:
     """Fields of StepRecord about experts.
 
     Args:
         counts: see `expert_loads`.
         entropy: `[layers]`, entropy of the router's shares for a token, in nats, summed over tokens.
-        dropped: number of token-expert pairs that were dropped, a scalar.
         tokens: in the step.
     """
     loads = expert_loads(counts)
@@ -30,5 +29,4 @@ def expert_fields(counts: Tensor, entropy: Tensor, dropped: Tensor, tokens: int)
         "expert_load": {str(layer): float(loads[layer].max()) for layer in layers},
         "router_entropy": {str(layer): entropies[layer] / tokens for layer in layers},
         "idle_experts": float((loads[layers] == 0).mean()),
-        "dropped_pairs": int(dropped),
     }

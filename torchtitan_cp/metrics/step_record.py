@@ -41,7 +41,6 @@ class StepRecord:
         expert_load: tokens of each layer's busiest expert over the even share; router_entropy: mean entropy of the
             router's shares for a token in each layer, in nats.
         idle_experts: fraction of all experts that no token reached.
-        dropped_pairs: token-expert pairs that were dropped because the expert's capacity was full, over all layers.
     """
 
     step: int
@@ -81,7 +80,6 @@ class StepRecord:
     expert_load: Annotated[Numbers, "experts/largest_load"] = field(default_factory=dict)
     router_entropy: Annotated[Numbers, "experts/router_entropy"] = field(default_factory=dict)
     idle_experts: Annotated[float | None, "experts/idle_share"] = None
-    dropped_pairs: Annotated[int | None, "experts/dropped_pairs"] = None
 
     def scalars(self) -> Numbers:
         """The step's numbers by tag, without those that are None."""

@@ -34,10 +34,10 @@ def check_expert_parallel(args: Any, parallel: Parallel) -> None:
     Raises:
         ConfigError: naming the key and the degrees that fit.
     """
-    if not args.n_experts and (parallel.ep > 1 or parallel.expert_capacity):
+    if not args.n_experts and parallel.ep > 1:
         raise ConfigError(
-            "parallel.ep and parallel.expert_capacity are for models with experts, and this one has none",
-            fix="leave them out, or use another model.architecture",
+            f"parallel.ep = {parallel.ep} is for models with experts, and this one has none",
+            fix="leave it out, or use another model.architecture",
         )
     if args.n_experts % parallel.ep:
         fits = [str(degree) for degree in range(1, parallel.ep) if args.n_experts % degree == 0]

@@ -3,7 +3,6 @@
 Source: GShard (Lepikhin et al., 2020); without dropping tokens, MegaBlocks (Gale et al., 2022).
 """
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,14 +21,12 @@ class Routing(NamedTuple):
     """What the routers of all ranks chose; sums in fp64 on the device.
 
     Attributes:
-        counts: `[L, X]` tokens sent to each expert of each layer, dropped ones too; 0 in layers without experts.
+        counts: `[L, X]` tokens sent to each expert of each layer; 0 in layers without experts.
         entropy: `[L]` sum over tokens of the entropy of their shares, normalized over the chosen experts; in nats.
-        dropped: `[]` choices that were dropped because an expert was full.
     """
 
     counts: Tensor
     entropy: Tensor
-    dropped: Tensor
 
 
 class RoutingSums:
@@ -41,21 +38,19 @@ class RoutingSums:
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
         self.experts = experts
-        # A row for each layer: counts, entropy. The last row has the dropped choices.
-        self._sums = torch.zeros(layers + 1, experts + 1, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(layers, experts + 1, dtype=torch.float64, device=device)  # counts, then the entropy
 
-    def add(self, layer: int, counts: Tensor, entropy: Tensor, dropped: Tensor) -> None:
+    def add(self, layer: int, counts: Tensor, entropy: Tensor) -> None:
         """Add what a layer's router chose in one forward; counts `[X]`."""
         self._sums[layer, :-1] += counts.to(self._sums.device)  # a dry run's counts are on the host
         self._sums[layer, -1] += entropy
-        self._sums[-1, -1] += dropped
 
     def take(self) -> Routing:
         """The sums over all ranks since the last call. Collective over the job."""
         dist.all_reduce(self._sums)
         taken = self._sums.clone()
         self._sums.zero_()
-        return Routing(taken[:-1, :-1], taken[:-1, -1], taken[-1, -1])
+        return Routing(taken[:, :-1], taken[:, -1])
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -65,17 +60,16 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
             setattr(experts, name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
 
 
-def dispatch_experts(model: nn.Module, sums: RoutingSums, group: ProcessGroup | None, capacity: float) -> None:
+def dispatch_experts(model: nn.Module, sums: RoutingSums, group: ProcessGroup | None) -> None:
     """Have the model's experts count the tokens they are sent and, with a group, get tokens from other ranks.
 
     Args:
         model: its `experts` are modules by layer, called with hidden states `[T, E]`, chosen experts `[T, K]` int64 and
             their shares `[T, K]`.
         group: the ranks that share the experts; None: each has all.
-        capacity: see parallel.expert_capacity.
     """
     for layer, experts in getattr(model, "experts", {}).items():
-        experts.forward = ExpertDispatch(layer, experts, sums, group, capacity)
+        experts.forward = ExpertDispatch(layer, experts, sums, group)
 
 
 def count_choices(chosen: Tensor, experts: int) -> Tensor:
@@ -89,10 +83,8 @@ class ExpertDispatch:
     Tokens go to other ranks in two chunks on CUDA, so that one travels while the experts compute the other.
     """
 
-    def __init__(
-        self, layer: int, module: nn.Module, sums: RoutingSums, group: ProcessGroup | None, capacity: float
-    ) -> None:
-        self.layer, self.module, self.sums, self.group, self.capacity = layer, module, sums, group, capacity
+    def __init__(self, layer: int, module: nn.Module, sums: RoutingSums, group: ProcessGroup | None) -> None:
+        self.layer, self.module, self.sums, self.group = layer, module, sums, group
         self.compute: Callable[..., Tensor] = module.forward
         self.ranks, self.experts = group.size() if group else 1, sums.experts
         if hasattr(module, "num_experts"):  # transformers' forward reads it
@@ -109,53 +101,47 @@ class ExpertDispatch:
         """
         chunks = 2 if self.group and hidden.device.type != "cpu" else self.chunks
         counts = torch.stack([count_choices(part, self.experts) for part in chosen.tensor_split(chunks)])
-        # An evaluation drops nothing: it needs no memory for a backward, and is the same on any number of ranks.
-        capacity = self.capacity if torch.is_grad_enabled() else 0.0
-        most = math.ceil(capacity * chosen.numel() / counts.numel()) if capacity else chosen.numel()
-        kept = counts.clamp(max=most)
         if torch.is_grad_enabled():
             normalized = shares.detach().double()
             normalized = normalized / normalized.sum(-1, keepdim=True)
-            routing = self.layer, counts.sum(0), torch.special.entr(normalized).sum(), (counts - kept).sum()
+            routing = self.layer, counts.sum(0), torch.special.entr(normalized).sum()
             # On the input, as FSDP warns of modules whose output is a view.
             hidden = _Counted.apply(hidden, self.sums, routing)
-        if self.ranks > 1 or capacity:
-            return self._dispatch(hidden, chosen, shares, kept, most)
+        if self.ranks > 1:
+            return self._dispatch(hidden, chosen, shares, counts)
         return self.compute(hidden, chosen, shares)
 
-    def _dispatch(self, hidden: Tensor, chosen: Tensor, shares: Tensor, kept: Tensor, most: int) -> Tensor:
+    def _dispatch(self, hidden: Tensor, chosen: Tensor, shares: Tensor, counts: Tensor) -> Tensor:
         """Send tokens to their experts, and combine what comes back.
 
         Args:
-            kept: `[chunks, X]`, how many choices of each expert are kept, at most `most`.
+            counts: `[chunks, X]`, how often each expert is chosen.
         """
         # For each chunk and rank, the rows for each of its experts.
-        sent = kept.view(len(kept), self.ranks, -1)
+        sent = counts.view(len(counts), self.ranks, -1)
         by_rank = sent.transpose(0, 1).contiguous()
         received = by_rank.clone()
-        if self.group:
-            dist.all_to_all_single(received, by_rank, group=self.group)
+        dist.all_to_all_single(received, by_rank, group=self.group)
         received = received.transpose(0, 1)
         rows = torch.stack([sent, received]).sum(-1).tolist()  # the host waits
-        parts = [x.tensor_split(len(kept)) for x in (hidden, chosen, shares)]
-        chunks = [self._chunk(most, *chunk) for chunk in zip(*parts, received, *rows, strict=True)]
+        parts = [x.tensor_split(len(counts)) for x in (hidden, chosen, shares)]
+        chunks = [self._chunk(*chunk) for chunk in zip(*parts, received, *rows, strict=True)]
         _, _, out = ([next(chunk) for chunk in chunks] for _ in range(3))
         return torch.cat(out)
 
     def _chunk(
-        self, most: int, hidden: Tensor, chosen: Tensor, shares: Tensor, counts: Tensor, *rows_by_rank: list[int]
+        self, hidden: Tensor, chosen: Tensor, shares: Tensor, counts: Tensor, *rows_by_rank: list[int]
     ) -> Iterator[Tensor]:
         """Yield the rows that travel to experts, then those that travel back, then the result.
 
         A generator, so that one chunk is computed while another travels.
 
         Args:
-            most: choices of an expert that are sent.
             counts: `[ranks, X / ep]` rows from each rank for each expert here.
             rows_by_rank: those sent to each rank, and those received from each.
         """
         sent, received = rows_by_rank
-        order = self._order(chosen.flatten(), most)[: sum(sent)]
+        order = chosen.flatten().argsort(stable=True)  # choices by expert
         rows = self._send(hidden[order // chosen.shape[1]], sent, received)
         yield rows
         rows = self._send(self._compute_rows(_wait(rows), counts), received, sent)
@@ -163,19 +149,9 @@ class ExpertDispatch:
         spread = rows.new_zeros(chosen.numel(), rows.shape[1]).index_put((order,), _wait(rows))
         yield torch.einsum("tke,tk->te", spread.view(*chosen.shape, rows.shape[1]), shares.to(rows.dtype))
 
-    def _order(self, chosen: Tensor, most: int) -> Tensor:
-        """Indices of choices by expert, the first `most` of each before all others."""
-        experts, order = chosen.sort(stable=True)
-        if not self.capacity:
-            return order
-        rank_in_expert = torch.arange(len(order), device=order.device) - torch.searchsorted(experts, experts)
-        # Indexing with a mask would make the host wait for the device.
-        return order[(rank_in_expert >= most).argsort(stable=True)]
-
     def _send(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Start to send rows, and return those that arrive, which must not be read before `_wait`; backward waits."""
-        if not self.group:
-            return rows
+        assert self.group
         if rows.requires_grad:
             rows.register_hook(_wait)
         return _AllToAll.apply(rows, sent, received, self.group.group_name)

@@ -168,7 +168,7 @@ class ParallelModel:
             whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
             part.keep(*self.layers.layers[number])
             parallelize(part, meshes, sharding, run.config_of(stage))
-            dispatch_experts(part, self.routing, experts[0].get_group() if experts else None, settings.expert_capacity)
+            dispatch_experts(part, self.routing, experts[0].get_group() if experts else None)
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
         check_rules(config.optimizer.groups, self.parameter_names)

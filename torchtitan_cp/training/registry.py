@@ -74,10 +74,9 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
     check_length(args, "evaluation.position_seq_len", config.evaluation.position_seq_len)
     for length in config.evaluation.passkey.lengths:
         check_length(args, "evaluation.passkey.lengths", length)
-    if config.compile.enable and args.n_experts and (config.parallel.ep > 1 or config.parallel.expert_capacity):
+    if config.compile.enable and args.n_experts and config.parallel.ep > 1:
         raise ConfigError(
-            "compile.enable excludes parallel.ep above 1 and parallel.expert_capacity: how many tokens an expert gets "
-            "is known only when it runs",
+            "compile.enable excludes parallel.ep above 1: how many tokens an expert gets is known only when it runs",
             fix="leave one of them out",
         )
     if config.training.router_bias_update:

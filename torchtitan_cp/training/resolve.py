@@ -164,7 +164,6 @@ def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
 def exact_config(config: Config) -> Config:
     """The config without features that round or drop numbers on purpose, so that ranks equal one process."""
     return config.with_keys(
-        parallel={"expert_capacity": 0.0},
         training={"float8": "none", "reduce_dtype": "float32"},
         context_parallel={"kv_transfer": "exact"},
     )

@@ -21,7 +21,6 @@ from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.statistics import statistics_table
 from torchtitan_cp.data.corpus.store import replace_file
 from torchtitan_cp.evaluation.result import EvaluationResult
-from torchtitan_cp.health.idle_experts import IdleExperts
 from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.metrics import figures
 from torchtitan_cp.metrics.expert_load import expert_fields, expert_loads
@@ -68,7 +67,6 @@ class RunRecorder:
         self.evaluated_at = 0
         self.checkpoint_seconds, self.message_seconds = 0.0, (0.0, 0.0)
         self.routing: Routing | None = None
-        self.idle_experts = IdleExperts(config.health.idle_expert_steps)
         self.allocation_retries = 0
 
     def start(self, steps_done: int) -> None:
@@ -210,10 +208,6 @@ class RunRecorder:
         self.newest, self.routing = record, None if skipped else routing
         self.speeds[stage.index] = SPEED_DECAY * self.speeds.get(stage.index, speed) + (1 - SPEED_DECAY) * speed
         self.log.step(record, total_steps)
-        if self.routing:
-            self.idle_experts.record_healthy_step(self.routing.counts)
-            if self.step_losses and (warning := self.idle_experts.find()):
-                self.log.warn(warning, progress.step)
 
     def _details(
         self, stage: ResolvedStage, report: StepReport, speed: float, routing: Routing | None
@@ -275,12 +269,10 @@ class RunRecorder:
                 log.image(f"validation/{name}/{stage.name}", step, figures.draw_retrieval_map, *retrieval, **options)
 
     def _draw_routing(self, step: int) -> None:
-        """Draw the experts' load in the last step, unless it is drawn already, and report dropped tokens."""
+        """Draw the experts' load in the last step, unless it is drawn already."""
         if self.routing:
-            counts, _, dropped = self.routing
+            counts = self.routing.counts
             self.log.image("experts/load", step, lambda: figures.draw_expert_loads(expert_loads(counts)))
-            if dropped:
-                self.log.say(f"step {step}: {dropped:,.0f} of {counts.sum():,.0f} token-expert pairs were dropped")
         self.routing = None
 
     def record_gate(self, stage: ResolvedStage, progress: Progress, verdict: Verdict) -> None:

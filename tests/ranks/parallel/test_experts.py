@@ -44,7 +44,7 @@ def filled() -> Model:
     return model.double()
 
 
-def run(choice: str, seed: int, chunks: int, capacity: float) -> tuple[Tensor, ...]:
+def run(choice: str, seed: int, chunks: int) -> tuple[Tensor, ...]:
     """On a rank: largest differences of outputs and gradients to the plain experts; and the counts."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(100 * seed + rank)
@@ -56,7 +56,7 @@ def run(choice: str, seed: int, chunks: int, capacity: float) -> tuple[Tensor, .
     assert mesh
     shard_experts(shared, mesh[0])
     sums = RoutingSums(1, X, torch.device("cpu"))
-    dispatch = ExpertDispatch(0, shared.of_layer, sums, mesh[0].get_group(), capacity)
+    dispatch = ExpertDispatch(0, shared.of_layer, sums, mesh[0].get_group())
     dispatch.chunks = chunks
     own, theirs = (tuple(x.clone().requires_grad_() for x in (hidden, shares)) for _ in range(2))
     out = dispatch(own[0], chosen, own[1])
@@ -81,50 +81,10 @@ def test_ranks_that_share_experts_give_what_one_gives(
     ranks: Callable[[int], RankPool], choice: str, n_ranks: int, chunks: int
 ) -> None:
     seed = int(torch.randint(1000, ()))
-    found = ranks(n_ranks)(run, choice, seed, chunks, 0.0)
+    found = ranks(n_ranks)(run, choice, seed, chunks)
     chosen, shares = (torch.cat([rank[place] for rank in found]) for place in (4, 5))
     normalized = shares / shares.sum(1, keepdim=True)
-    for errors, counts, entropy, dropped, *_ in found:
+    for errors, counts, entropy, *_ in found:
         assert errors.max() < 1e-12, f"seed {seed}: {errors}"
         assert counts[0].tolist() == chosen.flatten().bincount(minlength=X).tolist()
         assert entropy[0] == pytest.approx(-(normalized * normalized.log()).sum().item())
-        assert dropped == 0
-
-
-def run_with_capacity(capacity: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """On a rank: by how much the output differs from what the kept choices alone would give, dropped choices as counted
-    and as they are, and by how much the output without gradients differs from that of all choices.
-    """
-    ranks = dist.get_world_size()
-    torch.manual_seed(dist.get_rank())
-    chosen, hidden = CHOICES["any"](0), torch.randn(TOKENS, E, dtype=torch.float64, requires_grad=True)
-    shares, plain, shared = torch.rand(TOKENS, K, dtype=torch.float64), filled(), filled()
-    most, seen = -(-int(capacity * TOKENS * K) // X), [0] * X
-    kept = shares.clone()
-    for token, row in enumerate(chosen.tolist()):
-        for place, expert in enumerate(row):
-            seen[expert] += 1
-            if seen[expert] > most:
-                kept[token, place] = 0
-    mesh = Meshes("cpu", Degrees(1, 1, ranks, 1, 1, ep=ranks)).experts
-    assert mesh
-    shard_experts(shared, mesh[0])
-    sums = RoutingSums(1, X, torch.device("cpu"))
-    dispatch = ExpertDispatch(0, shared.of_layer, sums, mesh[0].get_group(), capacity)
-    out = dispatch(hidden, chosen, shares)
-    out.sum().backward()
-    dropped = (kept == 0).sum()
-    dist.all_reduce(dropped)
-    with torch.no_grad():
-        kept_error = (out - plain.of_layer(hidden, chosen, kept)).abs().max()
-        error = (dispatch(hidden, chosen, shares) - plain.of_layer(hidden, chosen, shares)).abs().max()
-    return kept_error, sums.take().dropped, dropped, error
-
-
-def test_choices_beyond_the_capacity_are_dropped_and_counted_but_not_in_an_evaluation(
-    ranks: Callable[[int], RankPool],
-) -> None:
-    for error, dropped, wanted, evaluated in ranks(2)(run_with_capacity, 1.0):
-        assert error < 1e-12
-        assert evaluated < 1e-12
-        assert dropped == wanted > 0

@@ -24,7 +24,6 @@ RUN = (
     f"--training.router_bias_update={RATE}",
     "--curriculum.stages[0].steps=5",
     "--checkpoint.interval=2",
-    "--health.idle_expert_steps=2",
 )
 # The third step is bad, and is run again.
 FAULT = ("--health.on_nonfinite=skip", "--health.inject.step=3", "--health.inject.layer=1")
@@ -38,7 +37,6 @@ class Seen:
     counts: list[Tensor] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     biases: list[Tensor] = field(default_factory=list)
-    warnings: list[tuple[int, str]] = field(default_factory=list)
 
 
 def watched(path: Path, *overrides: str) -> Seen:
@@ -70,7 +68,6 @@ def watched(path: Path, *overrides: str) -> Seen:
         seen.biases.append(part.router_biases[1].clone())  # type: ignore[index]
 
     def running(*arguments: Any) -> None:
-        trainer.metrics_logger.warn = lambda text, step: seen.warnings.append((step, text))  # type: ignore[method-assign]
         if not trainer.progress.step:
             part.router_biases[1].copy_(FIRST)  # type: ignore[index]
         train(*arguments)
@@ -112,16 +109,9 @@ def test_records_and_the_picture_say_how_tokens_are_spread(straight: Seen, run_t
         assert line["router_entropy"] == {"1": pytest.approx(entropy / TOKENS, rel=1e-4)}
         assert 0 < line["router_entropy"]["1"] <= math.log(2) + 1e-6
         assert line["idle_experts"] == (counts == 0).double().mean().item() > 0
-        assert line["dropped_pairs"] == 0
     board = EventAccumulator(str(run_toml.parent / "straight" / "tensorboard"))
     board.Reload()
     assert [image.step for image in board.Images("experts/load")] == [6]
-
-
-def test_an_expert_that_nobody_chooses_is_named_after_two_healthy_steps(straight: Seen) -> None:
-    [named] = [(step, text) for step, text in straight.warnings if "expert 0 of layer 1" in text]
-    assert named[0] == 2
-    assert straight.counts[-1][0] == 0
 
 
 def test_a_resumed_run_has_the_biases_of_the_straight_one_bit_for_bit(
@@ -228,32 +218,3 @@ def test_a_run_in_which_a_rank_gets_no_token_has_the_losses_of_one_rank(
             )
             assert line["loss"] == pytest.approx(want["loss"], rel=1e-5)
             assert line["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
-
-
-def train_and_listen(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """On a rank: lines of metrics.jsonl, and what the console said."""
-    trainer, said = prepared(path, *overrides), list[str]()
-    train = trainer._train
-
-    def running() -> None:
-        trainer.metrics_logger.say = lambda text, **_: said.append(text)  # type: ignore[method-assign]
-        train()
-
-    trainer._train = running  # type: ignore[method-assign]
-    return run_to_end(trainer), said
-
-
-@pytest.mark.deep
-def test_dropped_pairs_are_recorded_and_said_once_at_the_end_of_a_stage(
-    ranks: Callable[[int], RankPool], native_toml: Path
-) -> None:
-    overrides = [f"--job.dump_folder={native_toml.parent / 'dropping'}", "--curriculum.stages[0].steps=2"]
-    lines, said = ranks(1)(train_and_listen, native_toml, *overrides, "--parallel.expert_capacity=0.5")[0]
-    layers, choices = 2, 512 * CHOSEN
-    for line in lines:
-        # Each of 6 experts takes at most half the even share of a micro-batch.
-        assert layers * choices / 2 <= line["dropped_pairs"] + 6 * layers < layers * choices
-    dropped = lines[-1]["dropped_pairs"]
-    assert [text for text in said if "dropped" in text] == [
-        f"step 2: {dropped:,} of {layers * choices:,} token-expert pairs were dropped"
-    ]

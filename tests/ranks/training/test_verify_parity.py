@@ -76,11 +76,9 @@ def test_parity_holds_on_packed_conversations_with_a_masked_loss(
 
 
 @pytest.mark.deep
-def test_every_stage_is_compared_with_its_own_tp_and_without_a_capacity_of_experts(
-    ranks: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_every_stage_is_compared_with_its_own_tp(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     text = EXPERTS + "tp = 2\n[[curriculum.stages]]\nseq_len = 128\nsteps = 1\nglobal_batch_tokens = 512\ncp = 2\n"
-    assert ranks(2)(verify, write_run(tmp_path, text), "--parallel.expert_capacity=0.5") == [True] * 2
+    assert ranks(2)(verify, write_run(tmp_path, text)) == [True] * 2
     assert [found["layout"] for found in rows_of(tmp_path)] == [
         "128: cp 1 x dp 1 x tp 2, auto",
         "128-stage-2: cp 2 x dp 1, auto",

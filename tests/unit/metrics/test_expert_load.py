@@ -12,12 +12,11 @@ from torchtitan_cp.metrics.expert_load import expert_fields, expert_loads
 def test_fields_are_of_layers_with_experts_and_idle_ones_are_a_share_of_all() -> None:
     counts = torch.tensor([[0, 0, 0, 0], [8, 8, 8, 8], [0, 0, 31, 1], [0, 10, 10, 12]]).double()
     entropy = torch.tensor([0.0, 16 * math.log(2), 4.0, 8.0]).double()
-    found = expert_fields(counts, entropy, torch.tensor(5.0).double(), tokens=16)
+    found = expert_fields(counts, entropy, tokens=16)
     assert found == {
         "expert_load": {"1": 1.0, "2": 31 / 8, "3": 1.5},
         "router_entropy": {"1": pytest.approx(math.log(2)), "2": 0.25, "3": 0.5},
         "idle_experts": 3 / 12,
-        "dropped_pairs": 5,
     }
 
 

@@ -62,7 +62,6 @@ def record(step: int, loss: float | None = 2.0) -> StepRecord:
         expert_load={"1": 2.5},
         router_entropy={"1": 0.6},
         idle_experts=0.25,
-        dropped_pairs=0,
         skipped=loss is None,
     )
 
@@ -77,7 +76,7 @@ TAGS = {
     *("speed/cp_imbalance", "speed/cp_keys_sent"),
     *("loss_by_position/0", "loss_by_position/16", "loss_by_document_position/0", "loss_by_source/books"),
     *("seconds/forward", "data/unlabelled_share", "memory/weights", "memory/peak_bytes"),
-    *("experts/largest_load/1", "experts/router_entropy/1", "experts/idle_share", "experts/dropped_pairs"),
+    *("experts/largest_load/1", "experts/router_entropy/1", "experts/idle_share"),
     *("curriculum/stage", "curriculum/seq_len", "curriculum/cp", "curriculum/tokens_seen"),
 }
 FOUND = EvaluationResult(
