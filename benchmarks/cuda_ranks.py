@@ -9,6 +9,7 @@ import gzip
 import importlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from benchmarks.cuda import ROOT, Line, find_rank, gpus_of, read
 from benchmarks.cuda_record import Record, run_tests
@@ -131,10 +134,15 @@ def faults(record: Record) -> None:
             whole = whole or losses
             passed = not why and losses == whole and len(losses) == sum(steps) and bool(number) == bool(sent)
             record.case(name, passed, why, steps=len(losses), last_loss=losses[-1] if losses else "-")
-        rank = ranks_of(record) - 1
-        inject = [f"--health.inject.{key}={value}" for key, value in {"step": 3, "rank": rank}.items()]
-        why = record.command(command_of(record, Path(folder, "nan"), [*options, *stages, *inject]))
-        found = "exit code 3" in why and f"on rank {rank} in forward: the output of layers.0 is nan" in why
+        start, rank = Path(folder, "start"), ranks_of(record) - 1
+        why = record.command([sys.executable, "-m", "torchtitan_cp", "export", str(Path(folder, "whole")), str(start)])
+        if not why:
+            weights = load_file(start / "model.safetensors")
+            weights["model.layers.0.mlp.down_proj.weight"][-1] = math.nan  # which the last rank's shard holds
+            save_file(weights, start / "model.safetensors", {"format": "pt"})
+            nan = ["--model.flavor=", f"--model.hub_checkpoint={start}"]
+            why = record.command(command_of(record, Path(folder, "nan"), [*options, *stages, *nan]))
+        found = "exit code 3" in why and f"layers.0.feed_forward.w2 is nan on rank {rank}" in why
         record.case("nan", found, "" if found else why)
 
 

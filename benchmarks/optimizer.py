@@ -14,9 +14,7 @@ from torchtitan_cp.config import sections
 from torchtitan_cp.optim.build import build_optimizer
 
 OPTIMIZERS = {
-    "AdamW, fused": sections.Optimizer(implementation="fused"),
-    "AdamW, foreach": sections.Optimizer(implementation="foreach"),
-    "AdamW, a loop": sections.Optimizer(implementation="for-loop"),
+    "AdamW": sections.Optimizer(),
     "AdamW, state in 8 bits": sections.Optimizer(state="8bit"),
     "Muon": sections.Optimizer(name="muon"),
 }

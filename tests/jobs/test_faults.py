@@ -14,9 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.deep import deep_rows
+from tests.support.hub_models import save_model
 from tests.support.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, children, kill_at, lines_of, steps_taken
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, losses, prepared, train, write_run
@@ -245,7 +248,7 @@ def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], 
 
 @deep_rows(
     ("override", "code", "said"),
-    [("--health.inject.step=2", 3, "error: step 2 "), ("--data.text_field=none", 2, "error: ")],
+    [("--model={weights}", 3, "error: step 1 "), ("--data.text_field=none", 2, "error: ")],
     default=[("--data.text_field=none", 2, "error: ")],
 )
 def test_a_message_of_a_rank_is_the_last_thing_on_the_screen_said_once_and_no_rank_starts_again(
@@ -254,6 +257,12 @@ def test_a_message_of_a_rank_is_the_last_thing_on_the_screen_said_once_and_no_ra
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "so"}\n' * 9)
     source = ("--data.source=jsonl", f"--data.path={rows}") if code == 2 else ()
+    if code == 3:
+        save_model("mistral, no window", tmp_path / "weights")
+        weights = load_file(tmp_path / "weights" / "model.safetensors")
+        weights["model.norm.weight"][0] = torch.nan
+        save_file(weights, tmp_path / "weights" / "model.safetensors", {"format": "pt"})
+        override = f'--model={{hub_checkpoint = "{tmp_path}/weights"}}'
     job = start(long_toml, f"--job.dump_folder={tmp_path / 'run'}", *source, override)
     assert job.wait() == code, job.log.read_text()
     output = job.log.read_text()

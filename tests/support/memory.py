@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from torchtitan_cp.data.batches.stream import TokenStream
-from torchtitan_cp.data.corpus.store import TokenStore, append_documents
+from torchtitan_cp.data.corpus.store import TokenStore
 
 
 class MemoryStore:
@@ -35,14 +34,6 @@ class MemoryStore:
 
     def read_mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
         return None if self.masks is None else np.array(self.masks[document], dtype=bool)[start:stop]
-
-
-def separated(folder: Path, store: MemoryStore, separator: int) -> TokenStore:
-    """The same documents on disk, each with a separator behind it."""
-    documents = [store.read(index, 0, int(length)) for index, length in enumerate(store.document_lengths)]
-    groups, masks = store.groups.tolist(), store.masks and [np.array(mask, dtype=bool) for mask in store.masks]
-    append_documents(folder, "train", 200, list(zip(documents, groups, strict=True)), masks=masks)
-    return TokenStore(folder, "train", 200, separator)
 
 
 TURN = 20

@@ -151,7 +151,7 @@ def _limit_bytes_ahead() -> None:
 
 
 def _captures_graph() -> bool:
-    """Whether CUDA is capturing launches into a graph, as with `compile.mode = "reduce-overhead"`."""
+    """Whether CUDA is capturing launches into a graph, as torch.compile can."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

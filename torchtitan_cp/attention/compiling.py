@@ -18,14 +18,14 @@ def with_autograd() -> Any:
     return torch._C._ForceDispatchKeyGuard(include | (torch._C._dispatch_tls_local_include_set() & _MODES), exclude)
 
 
-def compile_whole(function: Callable[..., Any], mode: str = "default") -> Callable[..., Any]:
-    """Compile a function as one graph, and again for each new kind of call; `mode` is torch.compile's.
+def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function as one graph, and again for each new kind of call.
 
     By default torch stops after eight kinds. A block with three windows, in training and evaluation, at a fixed and at
     a dynamic length, has twelve; flex_attention reaches eight with two numbers of sequences, forward and backward.
     """
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
-    return torch.compile(function, fullgraph=True, mode=mode)
+    return torch.compile(function, fullgraph=True)
 
 
 def guarded_by_use(cls: Class) -> Class:

@@ -16,7 +16,7 @@ from torchtitan_cp.training.registry import args_from, empty_model
 
 def build(bundle: Bundle) -> nn.Module:
     """The module of a bundle with its weights, in the run's compute dtype."""
-    report, name = bundle.report, bundle.report["unit"]
+    report, name = bundle.report, bundle.report["module"]
     if name == "loss":
         keys = ("loss_chunk_tokens", "z_loss", "logit_scale", "logit_softcap")
         return ChunkedCrossEntropy(*(report[key] for key in keys if key in report))
@@ -36,13 +36,11 @@ def main(arguments: list[str]) -> int:
 def _replay(folder: Path) -> int:
     """Run a bundle's module again and print whether the bad values come back. Returns the exit code."""
     bundle = Bundle.read(folder)
-    print(f"in the run:  {bundle.report['said']}")
-    if bundle.report["injected"]:
-        print("             (a fault made on purpose by [health.inject], which is made again here)")
+    print(f"in the run:  {bundle.report['summary']}")
     event = replay(bundle, build)
     if event is None:
         healthy = "no numbers as large" if bundle.report["times"] else "finite numbers"
-        print(f"here:        {bundle.report['unit']}: not reproduced ({healthy}): hardware or kernel differs")
+        print(f"here:        {bundle.report['module']}: not reproduced ({healthy}): hardware or kernel differs")
         return 1
     print(f"here:        REPRODUCED: the {event.what} of {event.module} is {event.value} at {list(event.index)}")
     return 0

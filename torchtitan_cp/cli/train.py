@@ -12,7 +12,6 @@ from typing import Any
 
 from torchtitan_cp.cli.options import at_least, import_without_gc, parse_with_overrides, report_os_errors
 from torchtitan_cp.config import UserError, format_error, load_config
-from torchtitan_cp.config.check import CUDA_GRAPHS
 from torchtitan_cp.config.load import OVERRIDE
 
 # It is beside this package, both in a checkout and when installed.
@@ -111,8 +110,7 @@ def main(arguments: list[str]) -> int:
         if length is not None:
             check.append(flag)
             program += [flag, str(length)]
-    if config.compile.mode not in CUDA_GRAPHS and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # Varying lengths fragment a GPU's memory less this way. With CUDA graphs NCCL may hang under it.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # varying lengths fragment a GPU's memory less this way
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     launcher = load_launcher([sys.executable, *check])
     ranks = options.nproc or default_ranks()

@@ -18,7 +18,6 @@ START_BYTES = 2**16
 RUN_CONFIG, LOCK_FILE, CHECKPOINTS = "config.toml", ".lock", "checkpoints"
 MAX_TOKENS = 1e15  # of a stage
 FLOAT8_ROWS = 16  # of a product in float8
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def check_config(config: Config, ranks: int) -> Degrees:
@@ -66,7 +65,7 @@ def _check_warmup(config: Config) -> None:
 
 def _check_sections(config: Config, ranks: int) -> None:
     """Rules between the sections of the whole run."""
-    parallel, fault, stages = config.parallel, config.health.inject, config.curriculum.stages
+    parallel, stages = config.parallel, config.curriculum.stages
     if config.checkpoint.export != "no" and not config.checkpoint.enable:
         raise ConfigError(
             "checkpoint.export needs checkpoints, and checkpoint.enable = false",
@@ -92,20 +91,13 @@ def _check_sections(config: Config, ranks: int) -> None:
     for key, folder in (("job.dump_folder", config.job.dump_folder), ("data.cache_folder", config.data.cache_folder)):
         if not folder:
             raise ConfigError(f"{key} is empty", fix=f"name a folder, e.g. --{key}=outputs/mine")
-    named = {"health.inject.rank": fault.rank * bool(fault.step)}
-    named["profiling.ranks"] = max((0, *config.profiling.ranks)) if config.profiling.steps else 0
-    for key, rank in named.items():
-        if rank >= ranks:
-            raise ConfigError(f"{key} = {rank} does not exist on {ranks} ranks", fix=f"use 0 to {ranks - 1}")
-    if config.health.on_spike == "trip" and not config.health.spike_threshold:
+    traced = max((0, *config.profiling.ranks)) if config.profiling.steps else 0
+    if traced >= ranks:
+        raise ConfigError(f"profiling.ranks = {traced} does not exist on {ranks} ranks", fix=f"use 0 to {ranks - 1}")
+    if config.health.on_spike == "handle" and not config.health.spike_threshold:
         raise ConfigError(
-            "health.on_spike = 'trip' has no effect with health.spike_threshold = 0",
+            "health.on_spike = 'handle' has no effect with health.spike_threshold = 0",
             fix="set spike_threshold above 0, or leave on_spike out",
-        )
-    if fault.step and fault.module and config.compile.enable and fault.where in ("forward", "backward", "gradient"):
-        raise ConfigError(
-            f"health.inject.module = {fault.module!r} lies inside a block, and compile.enable = true",
-            fix="leave module out to inject into the block itself, or set compile.enable = false",
         )
 
 
@@ -113,7 +105,6 @@ def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Deg
     """Rules between the sections and the keys of a stage that override them."""
     schedule, compiled = config.parallel.pp_schedule, config.compile.enable
     recomputed = stage.activation.checkpoint or config.activation.checkpoint
-    offload = config.activation.offload if stage.activation.offload is None else stage.activation.offload
     relaunches = stage.tp not in (None, config.parallel.tp) or stage.pp not in (None, config.parallel.pp)
     if relaunches and not config.checkpoint.enable:
         raise ConfigError(
@@ -135,12 +126,6 @@ def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Deg
         raise ConfigError(
             "training.float8 does not work with parallel.tp above 1: torchao's layers take whole weights",
             fix="use dp_shard or cp for these ranks, or float8 = 'none'",
-        )
-    if offload and compiled and config.compile.mode in CUDA_GRAPHS:
-        raise ConfigError(
-            f"activation.offload does not work with compile.mode = {config.compile.mode!r}: CUDA graphs reuse the "
-            "memory before it is copied",
-            fix="use compile.mode = 'default' or 'max-autotune-no-cudagraphs'",
         )
 
 
@@ -292,7 +277,7 @@ def _check_micro_batches(stage: Stage, where: str, schedule: str, pp: int, unit:
     """Refuse too few micro-batches, of `unit` tokens each, for the pipeline; interleaved schedules need full rounds."""
     count = stage.global_batch_tokens // unit
     rounds = max(1, count // pp) if schedule.startswith("interleaved") else 1
-    if schedule != "gpipe" and (count < pp or count % rounds):
+    if count < pp or count % rounds:
         wanted = max(pp, -(-count // pp) * pp)
         raise ConfigError(
             f"{where}.global_batch_tokens = {stage.global_batch_tokens} makes {count} micro-batches, which "

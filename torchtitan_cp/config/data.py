@@ -34,7 +34,6 @@ class SourceKeys:
         too_long: what becomes of a conversation with more tokens than max_document (0: than the longest seq_len): drop
             it, cut off its beginning or its end, or split it, after a learned turn where one ends in time
         group_field: field (column) with the group of a row, e.g. its repository; empty: no row is related to another
-        group_depth: text: leading folders of a path that name a document's group, 1 if each is a repository; 0: all
         document: what one document is: a file, or a folder's files joined in order (up to 1 MiB); a row is always one
         min_document: documents with fewer tokens are counted and left out
         max_document: documents with more tokens are split into even parts; 0: never
@@ -55,7 +54,6 @@ class SourceKeys:
     loss_on: str = key("assistant", choices=("assistant", "last_assistant", "all"))
     too_long: str = key("split", choices=("drop", "truncate_left", "truncate_right", "split"))
     group_field: str = key("", read_by=names.ROW_SOURCES)
-    group_depth: int = key(0, least=0, read_by=("python-stdlib", "text", "python-docstrings"))
     document: str = key("file", choices=("file", "folder"), read_by=("python-stdlib", "text"))
     min_document: int = key(0, least=0)
     max_document: int = key(0, least=0)
@@ -92,7 +90,6 @@ class Data(SourceKeys):
         mixture: weight of each source by name; default: by their tokens; a stage may set its own
         max_epochs: how often the run may read a source, by name; after that its weight goes to the others
         order: related keeps documents of one group (folder, repository) together
-        separator: token id put after each document, in addition to the tokenizer's own end; -1: none
         packing: concat cuts documents at sequence ends; best_fit keeps as many whole as fit; neither drops or pads.
             Default: best_fit for a stage that reads conversations, else concat
         packing_window: best_fit: sequences packed at once
@@ -108,7 +105,6 @@ class Data(SourceKeys):
     mixture: dict[str, float] = key({}, least=0)  # noqa: RUF009
     max_epochs: dict[str, float] = key({}, least=0)  # noqa: RUF009
     order: str = key("shuffled", choices=("shuffled", "related"))
-    separator: int = key(-1, least=-1)
     packing: str | None = key(None, choices=names.PACKINGS)
     packing_window: int = key(256, least=1)
     document_mask: bool | None = None

@@ -16,6 +16,7 @@ import tomli_w
 
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.key import check_range
+from torchtitan_cp.config.retired import read_retired_keys
 from torchtitan_cp.config.sections import Config, Rope
 
 OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:[.\[][\w.\[\]-]*)?)=(.*)", re.DOTALL)
@@ -44,6 +45,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     table = read_toml(Path(path))
     for override in overrides:
         apply_override(table, override)
+    read_retired_keys(table, str(path))
     config: Config = build(Config, table, where="", file=str(path))
     return config.with_keys(job={"dump_folder": os.path.expanduser(config.job.dump_folder)})
 
@@ -118,7 +120,7 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
     if plain is float and type(value) is int:
         return float(value)
     if plain is str and type(value) is float and not math.isfinite(value):
-        return str(value)  # TOML takes nan and inf without quotes, as in --health.inject.kind=nan, for numbers
+        return str(value)  # TOML takes nan and inf without quotes, as in --data.text_field=nan, for numbers
     if type(value) is not plain:
         wanted, fix = TOML_TYPES[plain]
         raise ConfigError(f"{file}: {where} must be {wanted}, got {value!r}", fix=fix)

@@ -13,7 +13,6 @@ ACTIVATIONS = ("none", "full", "selective", "attention_saved")
 ROW_SOURCES = ("jsonl", "parquet", "huggingface")
 PACKINGS = ("concat", "best_fit")
 LR_SHAPES = ("cosine", "linear", "wsd", "constant")
-RECOVERY_ACTIONS = ("rollback", "lower_lr")
 ROPE_KINDS = ("none", "linear", "ntk", "yarn", "longrope", "llama3")
 VARIANTS = ("passkey", "multi_key", "variable_tracking")
 MEASURED = ("validation_loss", "short_loss_rise", "passkey_accuracy")
@@ -37,7 +36,6 @@ class PipelineSchedule:
 
 
 SCHEDULES = {
-    "gpipe": PipelineSchedule("GPipe"),
     "1f1b": PipelineSchedule("1F1B"),
     "interleaved_1f1b": PipelineSchedule("Interleaved1F1B", 2, None),
     "interleaved_zero_bubble": PipelineSchedule("InterleavedZeroBubble", 2, None, splits_backward=True),

@@ -146,7 +146,6 @@ class Optimizer:
         eps: added to the root of the second moment
         weight_decay: decoupled weight decay of matrices (norms and biases have none)
         muon_momentum: muon: decay of the momentum
-        implementation: how AdamW with float32 state runs; 8bit compiles its own
         state: AdamW's moments; 8bit (extra float8) resumes on other ranks if tp is the same and shards are whole
             blocks of 256 values
         offload_state: CUDA: keep the state in host memory; an update fetches that of one parameter at a time
@@ -161,7 +160,6 @@ class Optimizer:
     eps: float = key(1e-8, least=1e-30, most=1)
     weight_decay: float = key(0.1, least=0)
     muon_momentum: float = key(0.95, least=0, below=1)
-    implementation: str = key("fused", choices=("fused", "foreach", "for-loop"))
     state: str = key("float32", choices=("float32", "8bit"))
     offload_state: bool = False
     groups: tuple[ParameterGroup, ...] = ()
@@ -192,7 +190,6 @@ class Parallel:
         pp: pipeline ranks
         pp_schedule: order of forwards and backwards in the pipeline
         pp_stages_per_rank: pipeline stages on one rank; 0: as few as the schedule allows
-        pp_split: first layer of every pipeline stage except the first; default: split by cost
         dp_replicate: replicas of the sharded model (HSDP)
         dp_shard: data-parallel ranks that shard the parameters
         cp: context-parallel ranks; a stage may set its own
@@ -201,14 +198,12 @@ class Parallel:
         async_tp: CUDA, compiled blocks: tensor-parallel communication overlaps the matrix products in parts
         fsdp_reshard: whether a block's gathered weights are freed after its forward; auto: never in a pipeline, else
             always
-        fsdp_prefetch: blocks whose weights are gathered in advance
         fsdp_cpu_offload: keep weights, gradients and optimizer state in host memory (CUDA)
     """
 
     pp: int = key(1, least=-1, excluded=0)
     pp_schedule: str = key("1f1b", choices=tuple(names.SCHEDULES))
     pp_stages_per_rank: int = key(0, least=0)
-    pp_split: tuple[int, ...] = key((), least=1)
     dp_replicate: int = key(1, least=-1, excluded=0)
     dp_shard: int = key(-1, least=-1, excluded=0)
     cp: int = key(1, least=-1, excluded=0)
@@ -216,7 +211,6 @@ class Parallel:
     ep: int = key(1, least=1)
     async_tp: bool = False
     fsdp_reshard: str = key("auto", choices=("auto", "always", "never"))
-    fsdp_prefetch: int = key(1, least=1)
     fsdp_cpu_offload: bool = False
 
 
@@ -276,11 +270,9 @@ class Compile:
 
     Attributes:
         enable: compile each block, and without tensor parallelism the loss between its matrix products
-        mode: as torch.compile's
     """
 
     enable: bool = False
-    mode: str = key("default", choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"))
 
 
 @dataclass(frozen=True)
@@ -309,65 +301,30 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Inject:
-    """A fault injected on purpose, for drills.
-
-    Attributes:
-        step: optimizer step that gets the fault, from 1; 0: none
-        steps: number of steps in a row that get it
-        rank: rank that gets it
-        where: data: an out-of-range label; embedding, forward: a module's output; backward: the gradient of its
-            input; gradient: a weight's gradient, before the ranks' sum; weight: a weight itself
-        layer: forward, backward, gradient, weight: number of the block
-        module: forward to weight: a module in the block by name, e.g. feed_forward.w2; empty: the block
-        kind: one value becomes NaN or infinite, or all become 10,000 times as large
-        transient: the fault is gone when the step is repeated, as after a flipped bit
-    """
-
-    step: int = key(0, least=0)
-    steps: int = key(1, least=1)
-    rank: int = key(0, least=0)
-    where: str = key("forward", choices=("data", "embedding", "forward", "backward", "gradient", "weight"))
-    layer: int = key(0, least=0)
-    module: str = ""
-    kind: str = key("nan", choices=("nan", "inf", "spike"))
-    transient: bool = False
-
-
-@dataclass(frozen=True)
 class Health:
     """What happens after a step with non-finite values, or a spike.
 
     Attributes:
-        on_nonfinite: halt the job at a step with non-finite values, or skip it and follow policy
-        on_spike: a finite step far above the others: warn, or trip: treat it as on_nonfinite says
+        on_nonfinite: halt the job at a step with non-finite values, or skip it; too many skips in a row roll back
+        on_spike: a finite step far above the others: warn, or handle it as on_nonfinite says
         spike_threshold: standard deviations above the median (from the MAD, at least 5 %) that count as a spike; 0:
             never
         spike_window: recent healthy steps behind median and MAD
-        max_consecutive_skips: skipped steps in a row before policy applies
-        policy: what follows too many skips in a row: rollback loads the last good checkpoint and skips the text read
-            since; lower_lr does the same and trains at lr_factor for lr_steps; then the job halts
-        max_rollbacks: rollbacks in a run before the next action of policy
-        max_lr_cuts: times that a run lowers the learning rate before the job halts
-        lr_factor: lower_lr: factor on the learning rate, each time
-        lr_steps: lower_lr: healthy steps before the learning rate is back
+        max_consecutive_skips: skipped steps in a row before the run rolls back: it loads the last good checkpoint, and
+            skips the text read since
+        max_rollbacks: rollbacks in a run before the job halts; 0: it halts without one
         replay: repeat a step with non-finite values, and name the module, rank and token where they begin
-        bundles: replays whose tensors are kept in health/ for offline study
+        max_bundles: replays whose tensors are kept in health/ for offline study
     """
 
     on_nonfinite: str = key("halt", choices=("halt", "skip"))
-    on_spike: str = key("warn", choices=("warn", "trip"))
+    on_spike: str = key("warn", choices=("warn", "handle"))
     spike_threshold: float = key(10.0, least=0)
     spike_window: int = key(64, least=8)
     max_consecutive_skips: int = key(5, least=1)
-    policy: tuple[str, ...] = key(names.RECOVERY_ACTIONS, choices=names.RECOVERY_ACTIONS)
     max_rollbacks: int = key(2, least=0)
-    max_lr_cuts: int = key(1, least=0)
-    lr_factor: float = key(0.1, least=0, most=1)
-    lr_steps: int = key(100, least=1)
     replay: bool = True
-    bundles: int = key(3, least=0)
-    inject: Inject = field(default_factory=Inject)
+    max_bundles: int = key(3, least=0)
 
 
 @dataclass(frozen=True)

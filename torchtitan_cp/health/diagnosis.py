@@ -27,7 +27,7 @@ FORWARD, BACKWARD = "forward", "backward"
 MIN_GROWTH = 4.0  # a tensor that grew less than this since a healthy step does not explain a spike
 
 # (step, micro-batches, context) -> report. Runs a step again within the context and discards its gradients.
-RunStep = Callable[[int, Sequence[Any], AbstractContextManager[Any]], StepReport]
+RunStep = Callable[[Sequence[Any], AbstractContextManager[Any]], StepReport]
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class Diagnosis:
     def as_json(self) -> dict[str, Any]:
         """The diagnosis by the keys of a bundle's report."""
         values = asdict(self)
-        return {"said": values.pop("summary"), **values.pop("token"), **values}
+        return {**values.pop("token"), **values}
 
 
 @dataclass(frozen=True)
@@ -307,13 +307,10 @@ class Diagnoser:
     run_step: RunStep
     compiled: bool
 
-    def diagnose(
-        self, step: int, micro_batches: Sequence[Any], report: StepReport, healthy: Sequence[Any]
-    ) -> Diagnosis:
+    def diagnose(self, micro_batches: Sequence[Any], report: StepReport, healthy: Sequence[Any]) -> Diagnosis:
         """Run a bad step again and find the first bad value of all ranks. Collective.
 
         Args:
-            step: its number.
             micro_batches: of the step, each with `tokens`, `labels`, `plan` and the `numbers` of its sequences.
             report: of the step.
             healthy: micro-batches of the newest healthy step, with which a spike is compared; empty if there is none.
@@ -322,8 +319,8 @@ class Diagnoser:
             return Diagnosis("there is no healthy step to compare it with yet, so its module is not known", False)
         usual, trace = ModuleTrace(self.watched), ModuleTrace(self.watched)
         if not report.findings:
-            self.run_step(0, healthy, usual.watching())  # no step has this number, so no fault is injected
-        again = self.run_step(step, micro_batches, trace.watching())
+            self.run_step(healthy, usual.watching())
+        again = self.run_step(micro_batches, trace.watching())
         reproduces = bool(again.findings or (again.spikes and not report.findings))
         ids = [{"tokens": batch.tokens, "labels": batch.labels} for batch in micro_batches]
         event = find_nonfinite_weight(part for _, part in self.parts)

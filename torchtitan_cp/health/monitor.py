@@ -131,7 +131,7 @@ class HealthMonitor:
 
     def is_bad(self, report: StepReport) -> bool:
         """Whether the optimizer must not see the step. Spikes that are trained on are logged."""
-        spikes_are_bad = self.settings.on_spike == "trip"
+        spikes_are_bad = self.settings.on_spike == "handle"
         if report.spikes and not spikes_are_bad and dist.get_rank() == 0:
             logger.warning("spike: %s", "; ".join(report.spikes))
         return bool(report.findings or (report.spikes and spikes_are_bad))

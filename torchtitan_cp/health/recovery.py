@@ -1,7 +1,7 @@
-"""What follows a bad step: skip it, roll back to a checkpoint, lower the learning rate, halt."""
+"""What follows a bad step: skip it, roll back to a checkpoint, halt."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ class RecoveryState:
     """Counts of bad steps and of what followed them, saved in checkpoints as plain JSON.
 
     Attributes:
-        skips: bad steps in a row, since a healthy step or the last rollback or cut; all_skips: of the run.
+        skips: bad steps in a row, since a healthy step or the last rollback; all_skips: of the run.
         bad_steps: in a row, since a healthy step or a rollback; a checkpoint saved amid them is not rolled back to.
-        rollbacks, lr_cuts: of the run.
-        lr_steps_left: healthy steps until the learning rate is as scheduled again.
+        rollbacks: of the run.
         healthy_steps: since the last rollback, or the run's start.
         rolled_back_to: step of the checkpoint that the last rollback loaded; -1: none.
         replays: bad steps for which a bundle was written.
@@ -35,8 +34,6 @@ class RecoveryState:
     all_skips: int = 0
     bad_steps: int = 0
     rollbacks: int = 0
-    lr_cuts: int = 0
-    lr_steps_left: int = 0
     healthy_steps: int = 0
     rolled_back_to: int = -1
     replays: int = 0
@@ -47,29 +44,25 @@ class RecoveryPolicy:
 
     Args:
         settings: [health].
-        state: fields of RecoveryState by name, from a checkpoint.
+        state: fields of RecoveryState by name, from a checkpoint. Those of earlier versions are not read.
     """
 
     def __init__(self, settings: Health, state: dict[str, Any]) -> None:
-        self.settings, self.state = settings, RecoveryState(**state)
-
-    @property
-    def lr_factor(self) -> float:
-        """The current factor on the learning rate."""
-        return self.settings.lr_factor**self.state.lr_cuts if self.state.lr_steps_left else 1.0
+        known = {entry.name for entry in fields(RecoveryState)}
+        self.settings = settings
+        self.state = RecoveryState(**{name: value for name, value in state.items() if name in known})
 
     def record_healthy_step(self) -> None:
         """Count a step that was taken; it ends a row of bad steps."""
         state = self.state
         state.skips = state.bad_steps = 0
         state.healthy_steps += 1
-        state.lr_steps_left = max(0, state.lr_steps_left - 1)
 
-    def choose_action(self, what: str, find_checkpoint: FindCheckpoint, *, weights_finite: bool = True) -> Recovery:
+    def choose_action(self, problem: str, find_checkpoint: FindCheckpoint, *, weights_finite: bool = True) -> Recovery:
         """Count a bad step, which has changed no weight, and choose what follows it.
 
         Args:
-            what: the step and stage, and what is wrong.
+            problem: the step and stage, and what is wrong.
             weights_finite: False if a weight is not finite; skipping does not help then.
 
         Raises:
@@ -79,32 +72,23 @@ class RecoveryPolicy:
         state.skips, state.all_skips, state.bad_steps = state.skips + 1, state.all_skips + 1, state.bad_steps + 1
         if settings.on_nonfinite == "halt":
             raise NonFiniteError(
-                f"{what}. No weight was changed.\n  fix: look at the data and the learning rate of "
+                f"{problem}. No weight was changed.\n  fix: look at the data and the learning rate of "
                 'this step; health.on_nonfinite = "skip" skips such steps'
             )
         if state.skips <= limit and weights_finite:
-            return f"{what}. Skipped: no weight was changed ({state.skips} of at most {limit} in a row)", None
+            return f"{problem}. Skipped: no weight was changed ({state.skips} of at most {limit} in a row)", None
         # If no healthy step followed the last rollback, its checkpoint does not help.
         too_new = state.rolled_back_to if state.rolled_back_to >= 0 and not state.healthy_steps else None
-        checkpoint = find_checkpoint(too_new) if settings.policy else None
-        lowered = ""
-        if "rollback" in settings.policy and checkpoint and state.rollbacks < settings.max_rollbacks:
-            state.rollbacks += 1
-        elif "lower_lr" in settings.policy and state.lr_cuts < settings.max_lr_cuts:
-            state.lr_cuts, state.lr_steps_left = state.lr_cuts + 1, settings.lr_steps
-            lowered = (
-                f"; the learning rate is LOWERED to {self.lr_factor:g} of its schedule for {settings.lr_steps} steps"
-            )
-        else:
+        checkpoint = find_checkpoint(too_new) if state.rollbacks < settings.max_rollbacks else None
+        if checkpoint is None:
+            allowed = state.rollbacks < settings.max_rollbacks
+            why = "there is no checkpoint to load" if allowed else f"health.max_rollbacks = {settings.max_rollbacks}"
             raise NonFiniteError(
-                f"{what}. It follows {state.skips - 1} skipped steps in a row, {state.rollbacks} rollbacks and "
-                f"{state.lr_cuts} cuts of the learning rate, and health.policy = {list(settings.policy)} allows no "
-                "more. No weight was changed.\n  fix: resume from the last checkpoint with a lower learning rate"
+                f"{problem}. It follows {state.skips - 1} skipped steps in a row and {state.rollbacks} rollbacks, and "
+                f"{why}. No weight was changed.\n  fix: resume from the last checkpoint with a lower learning rate"
             )
-        state.skips = 0
-        message = f"{what}. There is no checkpoint to roll back to"
-        if checkpoint:
-            state.bad_steps, state.healthy_steps, state.rolled_back_to = 0, 0, checkpoint[1].step
-            message = f"{what}. ROLLED BACK to {checkpoint[0]}, and the text since is skipped"
-        counts = f" ({state.rollbacks} rollbacks, {state.lr_cuts} cuts so far)"
-        return message + lowered + counts, checkpoint
+        path, saved = checkpoint
+        state.rollbacks += 1
+        state.skips, state.bad_steps, state.healthy_steps, state.rolled_back_to = 0, 0, 0, saved.step
+        done = f"ROLLED BACK to {path}, and the text since is skipped ({state.rollbacks} rollbacks so far)"
+        return f"{problem}. {done}", checkpoint

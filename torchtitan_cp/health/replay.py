@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.config import UserError
-from torchtitan_cp.config.sections import Inject
 from torchtitan_cp.health.diagnosis import (
     BACKWARD,
     DATA,
@@ -30,7 +29,6 @@ from torchtitan_cp.health.diagnosis import (
     find_invalid_tokens,
     find_nonfinite_weight,
 )
-from torchtitan_cp.health.inject import fault_in
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +66,8 @@ class Bundle:
         """
         try:
             report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+            if missing := {"summary", "module"} - report.keys():
+                raise KeyError(", ".join(sorted(missing)))
             return cls(report, load_file(folder / TENSORS))
         except Exception as error:  # from JSON, safetensors or the disk
             raise UserError(
@@ -99,13 +99,13 @@ def save_bundle(
     event = found.culprit
     batch = micro_batches[max(0, event.micro_batch) if event else 0]
     plan = batch.plan
-    unit = event.culprit_module if event and event.order[0] != DATA else ""
+    name = event.culprit_module if event and event.order[0] != DATA else ""
     tensors = {name: plan.unshard(getattr(batch, name).to(diagnoser.device)) for name in ("tokens", "labels")}
     report = {
         **about,
         **found.as_json(),
         "step": step,
-        "unit": unit or None,
+        "module": name or None,
         "arguments": [],
         "named": {},
         "seq_len": plan.sequence_length,
@@ -113,12 +113,12 @@ def save_bundle(
         "windows": sorted(batch.plans),
         "torch": torch.__version__,
     }
-    if event and unit:
+    if event and name:
         modules = dict(pair for _, prefix, part in diagnoser.watched for pair in part.named_modules(prefix=prefix))
-        module = modules.get(unit)
+        module = modules.get(name)
         if event.order[0] == STEP:
             trace = ModuleTrace(diagnoser.watched, keep=(module, event.micro_batch) if module else None)
-            diagnoser.run_step(step, micro_batches, trace.watching())
+            diagnoser.run_step(micro_batches, trace.watching())
             if module and (trace.inputs or trace.keywords):
                 (report["arguments"], report["named"]), inputs = _whole_arguments(diagnoser, module, trace, batch)
                 tensors |= inputs
@@ -216,25 +216,25 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
     Raises:
         UserError: the bundle has no module.
     """
-    report, unit = bundle.report, bundle.report["unit"]
+    report, name = bundle.report, bundle.report["module"]
     ids = {name: x for name, x in bundle.tensors.items() if name in ("tokens", "labels")}
     if event := find_invalid_tokens([ids], report["sizes"]["vocab_size"]):
         return event
-    if unit is None:
+    if name is None:
         raise UserError(
             "the bundle holds no module: the step was healthy when it was repeated, or no single module is the cause",
             fix="read its report.json; a step that is healthy when repeated points to the hardware, or to a race",
         )
     module = build(bundle)
-    if event := find_nonfinite_weight([module], unit):
+    if event := find_nonfinite_weight([module], name):
         return event
     values = {**bundle.tensors, PLANS: _make_plans(report)}
     arguments, keywords = tree_map_only(str, values.__getitem__, (report["arguments"], report.get("named", {})))
     for x in (*arguments, *keywords.values()):
         if isinstance(x, Tensor) and x.is_floating_point():
             x.requires_grad_()
-    trace = ModuleTrace([(0, unit, module)])
-    with _fault_again(module, report), trace.watching():
+    trace = ModuleTrace([(0, name, module)])
+    with trace.watching():
         outputs = module(*arguments, **keywords)
         gradients = {int(position): x for position, x in bundle.under("output_gradient.").items()}
         if report["culprit"]["direction"] == BACKWARD:
@@ -253,12 +253,3 @@ def _make_plans(report: dict[str, Any]) -> dict[int, Plan]:
     rows = None if lengths is None else tuple(tuple(row) for row in lengths)
     mask = AttentionMask(document_lengths=rows)
     return {window: make_plan(report["seq_len"], mask=mask.windowed(window)) for window in {0, *report["windows"]}}
-
-
-def _fault_again(module: nn.Module, report: dict[str, Any]) -> AbstractContextManager[None]:
-    """The fault that the run made on purpose, if it was in this module."""
-    struck = dict(module.named_modules(prefix=report["unit"])).get(report["struck"])
-    settings = Inject(**report["inject"])
-    if not report["injected"] or struck is None or settings.where == "weight":
-        return nullcontext()
-    return fault_in(struck, settings)

@@ -25,7 +25,7 @@ class StepRecord:
         seconds: parts of the step on rank 0: `forward`, `backward`, `optimizer`; `cp_wait`, how long these waited for
             context-parallel messages; `checkpoint`, how long a save before the step blocked the run.
         pipeline_idle: fraction of the step that rank 0 spent in the pipeline without computing; None without one.
-        skipped: the step was bad and changed no weight; skipped_steps, rollbacks, lr_cuts: totals of the run.
+        skipped: the step was bad and changed no weight; skipped_steps, rollbacks: totals of the run.
         spikes: how many of the step's numbers were far above their recent values.
         largest_logit: over all tokens; None if not finite.
         block_grad_norm: gradient norm of each block; block_output: its largest absolute output.
@@ -64,7 +64,6 @@ class StepRecord:
     spikes: Annotated[int, "health/spikes"] = 0
     skipped_steps: Annotated[int, "health/skipped_steps"] = 0
     rollbacks: Annotated[int, "health/rollbacks"] = 0
-    lr_cuts: Annotated[int, "health/lr_cuts"] = 0
     largest_logit: Annotated[float | None, "health/largest_logit"] = None
     block_grad_norm: Annotated[Numbers, "grad_norm_by_block"] = field(default_factory=dict)
     block_output: Annotated[Numbers, "largest_output_by_block"] = field(default_factory=dict)

@@ -16,11 +16,6 @@ from torchtitan_cp.optim.offload import keep_state_on_host
 
 logger = logging.getLogger(__name__)
 
-IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    "fused": {"fused": True},
-    "foreach": {"foreach": True},
-    "for-loop": {"foreach": False},
-}
 NO_RULE = sections.ParameterGroup()
 
 
@@ -68,7 +63,7 @@ def _adamw(groups: list[dict[str, Any]], settings: sections.Optimizer) -> Optimi
     if settings.state == "8bit":
         torchao = import_extra("torchao.optim", extra="float8", needed_by="optimizer.state = '8bit'")
         return torchao.AdamW8bit(groups, **options)
-    return torch.optim.AdamW(groups, **options, **IMPLEMENTATIONS[settings.implementation])
+    return torch.optim.AdamW(groups, **options, fused=True)
 
 
 def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[dict[str, Any]]:

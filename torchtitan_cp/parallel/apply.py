@@ -70,7 +70,7 @@ def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, de
         if activation.checkpoint != "none":
             layer.forward = checkpointed(layer.forward, activation.checkpoint, host, compiled=compiling.enable)
         if compiling.enable:  # equal blocks share the compiled code, and a second length makes it dynamic
-            layer.forward = compile_whole(layer.forward, compiling.mode)
+            layer.forward = compile_whole(layer.forward)
         if host:  # around the compiled block, so that the hooks see all that it saves
             layer.forward = host.offload_saved(layer.forward, layer)
 
@@ -116,7 +116,6 @@ def apply_fsdp(
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum, which a divide factor would otherwise ask for.
         module.set_force_sum_reduction_for_comms(True)
-    prefetch(model, config.parallel.fsdp_prefetch)
 
 
 def reshard(model: nn.Module) -> None:
@@ -124,14 +123,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def prefetch(model: nn.Module, blocks: int) -> None:
-    """Gather the weights of the next `blocks` blocks while one computes; FSDP2 by itself gathers one."""
-    layers = list(model.layers.values())  # type: ignore[operator]
-    for index, layer in enumerate(layers if blocks > 1 else ()):
-        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + blocks])
-        layer.set_modules_to_backward_prefetch(layers[max(0, index - blocks) : index][::-1])
 
 
 @torch.no_grad()

@@ -42,19 +42,18 @@ def plan_pipeline(settings: Parallel, ranks: int, costs: Sequence[float]) -> Pip
     """Split the layers into pipeline stages over `ranks` pipeline ranks.
 
     Args:
-        settings: the schedule, pipeline stages per rank, and a split by hand.
+        settings: the schedule and pipeline stages per rank.
         costs: of each layer, in any unit; the first includes the embedding, the last the output layer.
 
     Raises:
-        ConfigError: there are more pipeline stages than layers, or a number that the schedule does not take; or the
-            split does not fit.
+        ConfigError: there are more pipeline stages than layers, or a number that the schedule does not take.
     """
     schedule = SCHEDULES[settings.pp_schedule]
     if ranks > 1 and schedule.splits_backward and not SPLITS_ANY_BACKWARD:
         raise ConfigError(
             f"parallel.pp_schedule = {settings.pp_schedule!r} needs torch 2.13; {torch.__version__} cannot split "
             "the backward of a custom operator",
-            fix="use gpipe, 1f1b or interleaved_1f1b",
+            fix="use 1f1b or interleaved_1f1b",
         )
     per_rank = 1 if ranks == 1 else settings.pp_stages_per_rank or schedule.stages_per_rank
     if ranks > 1 and not schedule.stages_per_rank <= per_rank <= (schedule.most or per_rank):
@@ -69,17 +68,10 @@ def plan_pipeline(settings: Parallel, ranks: int, costs: Sequence[float]) -> Pip
             f"a pipeline of {ranks} ranks x {per_rank} pipeline stages is longer than the model's {len(costs)} layers",
             fix="lower parallel.pp or parallel.pp_stages_per_rank",
         )
-    edges = [0, *settings.pp_split, len(costs)] if settings.pp_split else None
-    if edges and (len(edges) != count + 1 or any(stop <= start for start, stop in pairwise(edges))):
-        raise ConfigError(
-            f"parallel.pp_split = {list(settings.pp_split)} does not cut {len(costs)} layers into "
-            f"{count} pipeline stages",
-            fix=f"give {count - 1} rising numbers from 1 to {len(costs) - 1}, or leave it out",
-        )
     # Pipeline stages go round the ranks, or for a V-shaped schedule there and back.
     there_and_back = [*range(ranks), *reversed(range(ranks))]
     owner = there_and_back[:count] if settings.pp_schedule.startswith("zbv") else [n % ranks for n in range(count)]
-    return PipelineStages(tuple(pairwise(edges)) if edges else tuple(split_layers(costs, count)), tuple(owner))
+    return PipelineStages(tuple(split_layers(costs, count)), tuple(owner))
 
 
 def split_layers(costs: Sequence[float], stages: int) -> list[Span]:

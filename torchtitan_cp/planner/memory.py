@@ -137,20 +137,19 @@ def rank_memory(planned: PlannedStage, pp_rank: PlannedRank) -> Iterator[Memory]
     in_block = _block_phases(planned, pp_rank, block, kept[2], weights)
     layer = dict(zip(("block_inputs", "attention", "mlp"), kept, strict=True))
     activations = {kind: pp_rank.kept_layers * size for kind, size in layer.items()}
-    waiting = {"loss": _waiting_losses(planned, pp_rank)}
     at_first = at_last = shards = _shards(planned, pp_rank)
     if planned.stage.micro_batches == 1 or planned.degrees.pp > 1:
         # Gradients are reduced once a step: a layer's shard exists once the layer has run backward.
         at_first = shards | {"gradients": 0.0}
         at_last = shards | {"gradients": shards["gradients"] * (1 - 1 / pp_rank.layers)}
     for name, extra in _loss_phases(planned, pp_rank, weights):
-        yield _memory(name, at_first, activations, waiting, extra)
+        yield _memory(name, at_first, activations, extra)
     for name, extra in in_block:
-        yield _memory(f"{name} of the first layer backward", at_first, activations, waiting, extra)
+        yield _memory(f"{name} of the first layer backward", at_first, activations, extra)
     if pp_rank.kept_layers == pp_rank.layers:
         # One micro-batch at a time: when the last layer runs backward, the activations of the others are freed.
         for name, extra in in_block:
-            yield _memory(f"{name} of the last layer backward", at_last, layer, waiting, extra)
+            yield _memory(f"{name} of the last layer backward", at_last, layer, extra)
 
 
 def _memory(phase: str, *parts: dict[str, float]) -> Memory:
@@ -176,8 +175,8 @@ def _gathered_weights(planned: PlannedStage, pp_rank: PlannedRank) -> float:
     parallel, block = planned.config.parallel, planned.gathered_block
     # The backward of a pipeline leaves all weights gathered, whatever its forward does.
     freed = parallel.fsdp_reshard != "never" and parallel.pp == 1
-    # One layer runs, and the next ones are gathered ahead, but experts that are wrapped apart are not gathered ahead.
-    blocks = min(pp_rank.layers, 1 + parallel.fsdp_prefetch) if freed else pp_rank.layers
+    # One layer runs, and the next one is gathered ahead, but experts that are wrapped apart are not gathered ahead.
+    blocks = min(pp_rank.layers, 2) if freed else pp_rank.layers
     ahead = (blocks - 1) * planned.gathered_experts if freed else 0.0
     gathered = (blocks * block - ahead + pp_rank.outer_parameters) * planned.element_bytes
     # A pipeline reduces once a step; until then whole gradients add up.
@@ -203,15 +202,6 @@ def _loss_phases(planned: PlannedStage, pp_rank: PlannedRank, weights: float) ->
         ("logits of a chunk", {"loss": forward, "communication": weights}),
         ("backward of the loss", {"loss": backward, "communication": weights}),
     ]
-
-
-def _waiting_losses(planned: PlannedStage, pp_rank: PlannedRank) -> float:
-    """Gradients that the losses of other micro-batches have already made: gpipe runs all forwards first."""
-    if not (pp_rank.is_last and planned.degrees.pp > 1 and planned.config.parallel.pp_schedule == "gpipe"):
-        return 0.0
-    matrix = -(-planned.args.vocab_size // planned.degrees.tp) * planned.args.dim
-    one = matrix * FP32_BYTES + planned.tokens * planned.args.dim * planned.element_bytes
-    return (planned.stage.micro_batches - 1) * one
 
 
 def _block_phases(

@@ -89,7 +89,7 @@ def with_choice(config: Config, choice: Choice, cluster: Cluster) -> Config:
     tp, pp, checkpoint, ep = choice
     all_to_all_ranks = max(1, cluster.accelerator.ranks_per_node // tp)
     return config.with_keys(
-        parallel={"tp": tp, "pp": pp, "ep": ep, "dp_replicate": 1, "dp_shard": -1, "cp": 1, "pp_split": ()},
+        parallel={"tp": tp, "pp": pp, "ep": ep, "dp_replicate": 1, "dp_shard": -1, "cp": 1},
         activation={"checkpoint": checkpoint},
         context_parallel={"strategy": "auto", "all_to_all_ranks": all_to_all_ranks},
     )

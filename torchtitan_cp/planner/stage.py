@@ -138,7 +138,7 @@ class PlannedStage:
         everything = self.stage.micro_batches * per_rank
         if ranks == 1:
             return 1
-        most = {"gpipe": everything, "1f1b": ranks - rank, "zbv_zero_bubble": 2 * ranks}
+        most = {"1f1b": ranks - rank, "zbv_zero_bubble": 2 * ranks}
         return min(most.get(schedule, (per_rank - 1) * ranks + 2 * (ranks - rank - 1) + 1), everything)
 
     @cached_property

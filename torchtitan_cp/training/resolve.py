@@ -107,14 +107,9 @@ def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
         size: number of token ids of the tokenizer.
 
     Raises:
-        ConfigError: the model has fewer embeddings, or data.separator is not one of the ids.
+        ConfigError: the model has fewer embeddings.
     """
-    args, separator = run.model_args, run.config.data.separator
-    if separator >= size:
-        raise ConfigError(
-            f"data.separator = {separator} is not a token id: the tokenizer has the ids 0 to {size - 1}",
-            fix="use one of them, or -1 for no separator",
-        )
+    args = run.model_args
     if 0 < args.vocab_size < size:
         raise ConfigError(
             f"the model has {args.vocab_size} embeddings and the tokenizer {size} pieces",
@@ -178,7 +173,7 @@ def doctor_config(config: Config, ranks: int) -> Config:
     ones = dict.fromkeys(("pp", "tp", "dp_replicate", "dp_shard"), 1)
     return exact_config(config).with_keys(
         curriculum={"stages": (stage,)},
-        parallel={**ones, "cp": ranks, "ep": ep, "pp_split": (), "async_tp": False},
+        parallel={**ones, "cp": ranks, "ep": ep, "async_tp": False},
         training={"compute_dtype": "float32", "micro_batch_sequences": 1},
         context_parallel={"kernel": "auto"},
         compile={"enable": False},

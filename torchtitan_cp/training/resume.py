@@ -80,8 +80,7 @@ def start_progress(config: Config, args: Any, corpus: PreparedCorpus, *, block_t
     }
     if config.optimizer.state == "8bit":  # torchao quantizes each shard in blocks, which another degree would cut
         identity["the tensor-parallel degree of 8-bit moments"] = tp
-    order = {"order": config.data.order, "separator": config.data.separator}
-    return Progress(identity=identity, block_tokens=block_tokens, data_order=order)
+    return Progress(identity=identity, block_tokens=block_tokens, data_order={"order": config.data.order})
 
 
 def refuse_to_start_over(checkpoints: CheckpointManager, device: torch.device) -> None:
@@ -171,8 +170,7 @@ def _log_changed_settings(file: Path, config: Config) -> None:
 
 def _data_order(progress: Progress) -> dict[str, Any]:
     """What decides the data order, by the names that a message uses."""
-    keys = {f"data.{name}": value for name, value in progress.data_order.items()}
-    return {"tokens of the longest stage": progress.block_tokens, **keys}
+    return {"tokens of the longest stage": progress.block_tokens, "data.order": progress.data_order.get("order")}
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

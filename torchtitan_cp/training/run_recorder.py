@@ -202,7 +202,6 @@ class RunRecorder:
             spikes=len(report.spikes),
             skipped_steps=progress.health["all_skips"],
             rollbacks=progress.health["rollbacks"],
-            lr_cuts=progress.health["lr_cuts"],
             **({} if skipped else self._details(stage, report, speed, routing)),
         )
         self.newest, self.routing = record, None if skipped else routing

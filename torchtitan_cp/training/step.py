@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis
-from torchtitan_cp.health.inject import Injector
 from torchtitan_cp.health.monitor import HealthMonitor, StepReport
 from torchtitan_cp.health.recovery import RecoveryState
 from torchtitan_cp.health.replay import save_bundle
@@ -35,7 +33,6 @@ class StepRunner:
         config, args, health = model.config, model.args, model.config.health
         self.config, self.model, self.stop_and_save_requests = config, model, stop_and_save_requests
         self.monitor = HealthMonitor(health, model.parts, args.n_layers, model.device)
-        self.injector = Injector(health.inject, model.parts, args.vocab_size, model.shares_batch_with)
         self.diagnoser = Diagnoser(
             list(zip(model.layers.of_rank(model.meshes.pp.get_local_rank()), model.parts, strict=True)),
             model.token_loss,
@@ -47,7 +44,7 @@ class StepRunner:
         )
         self.routing: Routing | None = None
         self.healthy_batches: tuple[MicroBatch, ...] = ()
-        self.seeded_by = 0, 0  # (stage, its step): seeds the random numbers of the last step
+        self.seed_key = 0, 0  # (stage, its step): seeds the random numbers of the last step
 
     def start_stage(self, recent: list[list[float]]) -> None:
         """Forget the last steps.
@@ -57,16 +54,14 @@ class StepRunner:
         """
         self.monitor.spikes.recent, self.healthy_batches = recent, ()
 
-    def run(self, progress: Progress, micro_batches: Sequence[MicroBatch]) -> StepReport:
+    def run(self, progress: Progress, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
         """Forward and backward of the step that follows `progress`, and its report over all ranks."""
-        step, self.seeded_by = progress.step + 1, (progress.stage, progress.stage_step)
+        self.seed_key = progress.stage, progress.stage_step
         self._seed()
-        with self.injector.fault(step):
-            sums = self.model.forward_backward(self.injector.corrupt(step, micro_batches))
-        return self._check(sums)
+        return self._check(self.model.forward_backward(micro_batches))
 
     def _seed(self) -> None:
-        seed_step(self.config.training.seed, *self.seeded_by, self.model.coordinate)
+        seed_step(self.config.training.seed, *self.seed_key, self.model.coordinate)
 
     def _check(self, sums: StepSums) -> StepReport:
         # Also taken after bad steps and their repetitions, so that a later step does not count it.
@@ -74,9 +69,7 @@ class StepRunner:
         memory = self.model.world.device.peak_memory_bytes()
         return self.monitor.check_step(sums, self.model.square_norms(), memory, self.stop_and_save_requests())
 
-    def _repeat(
-        self, step: int, micro_batches: Sequence[MicroBatch], within: AbstractContextManager[Any]
-    ) -> StepReport:
+    def _repeat(self, micro_batches: Sequence[MicroBatch], within: AbstractContextManager[Any]) -> StepReport:
         """Run a step again, uncompiled and with the same random numbers, and free its gradients.
 
         Args:
@@ -84,7 +77,7 @@ class StepRunner:
         """
         self._seed()
         try:
-            with self.model.uncompiled(), self.injector.fault(step, again=True), within:
+            with self.model.uncompiled(), within:
                 sums = self.model.forward_backward(tuple(micro_batches))
             return self._check(sums)
         finally:
@@ -98,19 +91,13 @@ class StepRunner:
         Args:
             state: counts the bundles.
         """
-        micro_batches = self.injector.corrupt(step, micro_batches, again=True)
-        diagnosis = self.diagnoser.diagnose(step, micro_batches, report, self.healthy_batches)
-        if state.replays >= self.config.health.bundles or not (report.findings or self.healthy_batches):
+        diagnosis = self.diagnoser.diagnose(micro_batches, report, self.healthy_batches)
+        if state.replays >= self.config.health.max_bundles or not (report.findings or self.healthy_batches):
             return diagnosis
         state.replays += 1
-        config, args, faulty = self.config, self.model.args, self.injector.module
-        # The module's name in the model; within a model of a library the injector knows it by another.
-        names = (name for part in self.model.parts for name, module in part.named_modules() if module is faulty)
+        config, args = self.config, self.model.args
         about = {
             "findings": report.findings or report.spikes,
-            "inject": asdict(self.injector.settings),
-            "injected": self.injector.is_due(step, again=True),
-            "struck": next(names, self.injector.name),
             "architecture": config.model.architecture,
             "sizes": registry.sizes_of(args),
             "compute_dtype": config.training.compute_dtype,

@@ -282,15 +282,14 @@ class Trainer:
         waited = time.perf_counter() - begun
 
         self._set_activity("in forward, backward and update with the others", step=number)
-        scheduled_lr = self.learning_rates.at(stage.index, self.progress.stage_step, self.progress.taken_steps)
-        lr = scheduled_lr * self.recovery_policy.lr_factor
+        lr = self.learning_rates.at(stage.index, self.progress.stage_step, self.progress.taken_steps)
         self.recorder.start_step(stage, number, micro_batches)
         report = self.forward_backward(micro_batches)
         self.stopping, self.save_requested = report.stop, report.save
         healthy = not self.step_runner.monitor.is_bad(report)
         if healthy:
             self._update(stage, report, lr)
-            self.step_runner.healthy_batches = micro_batches if self.config.health.on_spike == "trip" else ()
+            self.step_runner.healthy_batches = micro_batches if self.config.health.on_spike == "handle" else ()
         else:
             self._recover(stage, report, micro_batches)
         health = dataclasses.asdict(self.recovery_policy.state)

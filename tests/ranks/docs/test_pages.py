@@ -21,9 +21,10 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.chats import TURNS, turns, write_rows
+from tests.support.inject import Inject, train_with_fault
 from tests.support.pages import COMMANDS, REPOSITORY, RUN_BY_OTHERS
 from tests.support.rank_pool import RankPool
-from tests.support.runs import TINY, train, write_run
+from tests.support.runs import TINY, write_run
 
 # A second stage, on conversations.
 CHATS = """
@@ -47,7 +48,6 @@ steps = 1
 global_batch_tokens = 512
 data = {mixture = {text = 1.0, chats = 1.0}}
 """
-FAULT = ("--health.on_nonfinite=skip", "--health.inject.step=3", "--health.inject.where=data")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def run(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFacto
     plain = 'source = "text"\npath = "{folder}/corpus"\n'
     own = TINY.replace(plain, "").replace("validation_fraction = 0.25\n", "").format(folder=folder)
     path.write_text(own + CHATS.replace("{folder}", str(folder)).replace("{turns}", str(TURNS)))
-    ranks(1)(train, path, *FAULT)
+    ranks(1)(train_with_fault, Inject(step=3, where="data"), path, "--health.on_nonfinite=skip")
     return path.parent / "run"
 
 

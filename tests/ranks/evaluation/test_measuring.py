@@ -73,7 +73,7 @@ LAYOUTS = {
     "cp 2, zigzag": (2, ("--parallel.cp=2", "--context_parallel.layout=zigzag")),
     "cp 2, balanced": (2, ("--parallel.cp=2", "--context_parallel.layout=balanced")),
     "tp 2": (2, ("--parallel.tp=2",)),
-    "pp 2": (2, ("--parallel.pp=2", "--parallel.pp_schedule=gpipe")),
+    "pp 2": (2, ("--parallel.pp=2",)),
     "cp 2 x dp 2": (4, ("--parallel.cp=2",)),
 }
 Sums = tuple[list[str], list[Any], list[float], list[float], list[int]]

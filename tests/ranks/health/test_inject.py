@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.inject import SPIKE, Inject, Injector, fault_in
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Inject
 from torchtitan_cp.data.batches.loader import MicroBatch
-from torchtitan_cp.health.inject import SPIKE, Injector, fault_in
 
 
 class Net(nn.Module):
@@ -130,7 +129,7 @@ def warn() -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchtitan_cp.health.inject").addHandler(handler)
+    logging.getLogger("tests.support.inject").addHandler(handler)
     injector = Injector(Inject(step=2), [Net()], 10, lambda rank: True)
     for step in range(1, 4):
         with injector.fault(step):

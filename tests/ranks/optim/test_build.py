@@ -66,10 +66,10 @@ def test_numbers_come_from_the_file_and_not_from_the_checkpoint(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     ranks(1)(train_and_save, Optimizer(groups=RULES), str(tmp_path))
-    changed = Optimizer(name="adamw", beta1=0.8, weight_decay=0.2, implementation="foreach")
+    changed = Optimizer(name="adamw", beta1=0.8, weight_decay=0.2)
     ((_, groups),) = ranks(1)(load_and_train, changed, str(tmp_path))
     assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
-    assert all(group["betas"] == (0.8, 0.95) and group["foreach"] and group["lr_scale"] == 1 for group in groups)
+    assert all(group["betas"] == (0.8, 0.95) and group["lr_scale"] == 1 for group in groups)
     assert [len(group["params"]) for group in groups] == [3, 2]
 
 

@@ -73,7 +73,7 @@ LAYOUTS = {
     "MLP in 3 tiles": (2, 1, 1, {"activation": {"mlp_tiles": 3}}),
     "MLP in 3 tiles, recomputed, on FSDP 2 x TP 2": (4, 1, 2, {"activation": {"mlp_tiles": 3, "checkpoint": "full"}}),
     "MLP in 3 tiles, selective": (2, 1, 1, {"activation": {"mlp_tiles": 3, "checkpoint": "selective"}}),
-    "weights never freed, 2 gathered ahead": (2, 1, 1, {"parallel": {"fsdp_reshard": "never", "fsdp_prefetch": 2}}),
+    "weights never freed": (2, 1, 1, {"parallel": {"fsdp_reshard": "never"}}),
     "compiled": (1, 1, 1, {"compile": {"enable": True}}),
     "compiled, selective, on FSDP 2": (
         2,

@@ -67,7 +67,7 @@ def idle_shares(schedule: str, micro_batches: int) -> list[float]:
     return shares
 
 
-@deep_rows(("schedule", "micro_batches"), [("gpipe", 2), ("1f1b", 4)], default=[])
+@deep_rows(("schedule", "micro_batches"), [("1f1b", 2), ("1f1b", 4)], default=[])
 def test_the_measured_idle_share_is_the_bubble(
     ranks: Callable[[int], RankPool], schedule: str, micro_batches: int
 ) -> None:

@@ -278,7 +278,10 @@ def test_ranks_with_different_configs_are_refused_with_the_difference(
             r"curriculum.stages\[0\].rope: rank 0 has None, rank 1 has 'theta",
         ),
         ("[model.overrides]\ndim = 8\n", r"model.overrides: rank 0 has 'nothing', rank 1 has 'dim'"),
-        ("[health]\npolicy = []\n", r"health.policy: rank 0 has \('rollback', 'lower_lr'\), rank 1 has \(\)"),
+        (
+            "[evaluation.passkey]\nvariants = []\n",
+            r"evaluation.passkey.variants: rank 0 has \('passkey',\), rank 1 has \(\)",
+        ),
     ],
 )
 def test_an_entry_that_one_rank_alone_has_is_found(

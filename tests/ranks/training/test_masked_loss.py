@@ -321,7 +321,7 @@ def test_a_run_on_conversations_records_learned_tokens_cuts_and_the_loss_by_turn
         "--evaluation.max_share=1",
         "--checkpoint.enable=false",
     )
-    keys = (*stage, "--evaluation.passkey.trials=0", "--data.separator=10")
+    keys = (*stage, "--evaluation.passkey.trials=0")
     lines, said = ranks(2)(train_aloud, write_conversations(tmp_path), *keys)[0]
     for line in lines:
         assert 0 < line["learned_tokens"] == round(512 * (1 - line["unlabelled"])) < 400

@@ -129,9 +129,8 @@ LAYOUTS = {
     "HSDP 2 x CP 2 x TP 2, MLP in 2 tiles": Layout(8, "dp_replicate=2 cp=2 tp=2", f"{TILES}2"),
     "FSDP 2, two sequences at once": Layout(2, "", TWO_AT_ONCE),
     # With pipelines, on four layers.
-    "PP 2, GPipe": Layout(2, "pp=2 pp_schedule=gpipe", "", "4 layers"),
     "PP 4, 1F1B": Layout(4, "pp=4", "", "4 layers"),
-    "PP 2, split by hand, recomputed": Layout(2, "pp=2 pp_split=[3]", FULL, "4 layers"),
+    "PP 2, recomputed": Layout(2, "pp=2", FULL, "4 layers"),
     "PP 2 x HSDP 2": Layout(4, "pp=2 dp_replicate=2", "", "4 layers"),
     "PP 2 x CP 2, all-gather, interleaved": Layout(
         4, "pp=2 cp=2 pp_schedule=interleaved_1f1b", f"{STRATEGY}all_gather", "4 layers"
@@ -174,9 +173,7 @@ LAYOUTS = {
     "TP 2 x CP 2, EP 2, MLP in 3 tiles, two sequences at once, routers": Layout(
         4, "tp=2 cp=2 ep=2", f"{TILES}3 {TWO_AT_ONCE}", "routers"
     ),
-    "TP 2 x CP 2, attention saved, two blocks gathered ahead, shared experts": Layout(
-        4, "tp=2 cp=2 fsdp_prefetch=2", ATTENTION_SAVED, "shared experts"
-    ),
+    "TP 2 x CP 2, attention saved, shared experts": Layout(4, "tp=2 cp=2", ATTENTION_SAVED, "shared experts"),
     "PP 2, interleaved zero bubble, routers": Layout(2, "pp=2 pp_schedule=interleaved_zero_bubble", "", "routers"),
     "PP 2 x CP 2, EP 2, interleaved, routers": Layout(4, "pp=2 cp=2 ep=2 pp_schedule=interleaved_1f1b", "", "routers"),
     "PP 2 x CP 2 x TP 2, EP 2, recomputed, routers": Layout(8, "pp=2 cp=2 tp=2 ep=2", FULL, "routers"),

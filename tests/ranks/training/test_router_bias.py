@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.support.deep import deep_rows
 from tests.support.huggingface_parity import write_family
+from tests.support.inject import Inject, inject
 from tests.support.rank_pool import RankPool
 from tests.support.runs import EXPERTS, prepared, run_to_end, write_run
 
@@ -26,7 +27,7 @@ RUN = (
     "--checkpoint.interval=2",
 )
 # The third step is bad, and is run again.
-FAULT = ("--health.on_nonfinite=skip", "--health.inject.step=3", "--health.inject.layer=1")
+FAULT = Inject(step=3, layer=1)
 
 
 @dataclass
@@ -41,7 +42,8 @@ class Seen:
 
 def watched(path: Path, *overrides: str) -> Seen:
     """On a rank: a run, beside an own count of what the experts are sent."""
-    trainer, seen = prepared(path, *RUN, *overrides), Seen()
+    trainer, seen = prepared(path, *RUN, "--health.on_nonfinite=skip", *overrides), Seen()
+    inject(trainer, FAULT)
     [part] = trainer.model.parts
     counts, entropy = torch.zeros(trainer.model.args.n_experts), torch.zeros(())
 
@@ -86,7 +88,7 @@ def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(ranks: Callable[[int], RankPool], run_toml: Path) -> Seen:
     folder = f"--job.dump_folder={run_toml.parent / 'straight'}"
-    first, second = ranks(2)(watched, run_toml, folder, "--parallel.cp=2", "--metrics.tensorboard=true", *FAULT)
+    first, second = ranks(2)(watched, run_toml, folder, "--parallel.cp=2", "--metrics.tensorboard=true")
     assert all(torch.equal(*pair) for pair in zip(first.biases, second.biases, strict=True))
     return first
 
@@ -122,7 +124,7 @@ def test_a_resumed_run_has_the_biases_of_the_straight_one_bit_for_bit(
     for path in (folder / "checkpoints").iterdir():
         if path.name != "step-4":
             shutil.rmtree(path)
-    resumed = ranks(2)(watched, run_toml, f"--job.dump_folder={folder}", "--parallel.cp=2", *FAULT)[0]
+    resumed = ranks(2)(watched, run_toml, f"--job.dump_folder={folder}", "--parallel.cp=2")[0]
     assert [line["loss"] for line in resumed.lines] == [line["loss"] for line in straight.lines]
     assert len(resumed.biases) == 2
     for again, before in zip(resumed.biases, straight.biases[3:], strict=True):

@@ -436,10 +436,9 @@ def test_a_dry_run_is_of_as_many_ranks_as_would_start(
         ({}, [], "expandable_segments:True"),
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, [], "max_split_size_mb:64"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, [], None),
-        ({}, ["--compile.enable=true", "--compile.mode=reduce-overhead"], None),
     ],
 )
-def test_a_gpus_memory_grows_in_segments_unless_told_otherwise_or_in_cuda_graphs(
+def test_a_gpus_memory_grows_in_segments_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     environment: dict[str, str],

@@ -89,10 +89,7 @@ def test_a_nested_key_of_a_stage_is_named_by_its_place(tmp_path: Path) -> None:
             "[health]\non_nonfinite = 'ignore'",
             "health.on_nonfinite = 'ignore' is not known\n  fix: use one of halt, skip",
         ),
-        (
-            "[health]\npolicy = ['rollback', 'pray']",
-            "health.policy = 'pray' is not known\n  fix: use one of rollback, lower_lr",
-        ),
+        ("[evaluation.passkey]\nvariants = ['passkey', 'guess']", "evaluation.passkey.variants = 'guess' is not known"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_wanted(tmp_path: Path, line: str, wanted: str) -> None:
@@ -125,7 +122,7 @@ def table_of(name: str, kind: Any, text: str) -> str:
 def test_every_number_is_finite_and_bounded_below(tmp_path: Path) -> None:
     """Every key is walked; `until` is the one table whose numbers may be negative."""
     found = list(numbers(Config))
-    assert len(found) > 100
+    assert len(found) > 80
     for name, kind in found:
         if "float" in str(kind):
             for text in ("inf", "nan"):
@@ -262,4 +259,4 @@ def test_a_home_folder_is_expanded_and_a_byte_order_mark_is_not_read(tmp_path: P
 
 def test_a_word_that_toml_takes_for_a_number_is_a_word_where_one_is_wanted(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("")
-    assert load_config(tmp_path / "run.toml", ["--health.inject.kind=nan"]).health.inject.kind == "nan"
+    assert load_config(tmp_path / "run.toml", ["--data.text_field=nan"]).data.text_field == "nan"

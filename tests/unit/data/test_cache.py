@@ -214,12 +214,6 @@ def test_of_files_shorter_than_min_document_the_folder_with_the_lowest_hash_is_h
     assert len(held_out) >= 9 * len("a few words")
 
 
-def test_the_separators_that_are_read_count_in_the_unigram_model(data: Data) -> None:
-    source = only(prepare(replace(data, separator=7), BYTES))
-    tokens = np.concatenate([source.train.read(n, 0, int(x)) for n, x in enumerate(source.train.document_lengths)])
-    np.testing.assert_array_equal(source.unigram_counts, np.bincount(tokens, minlength=257))
-
-
 def test_a_corpus_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     one = data_of(write_files(tmp_path / "corpus", {"a.txt": "the only one"}), tmp_path / "cache", 1e-9)
     message = refuse(one)

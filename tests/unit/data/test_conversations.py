@@ -335,22 +335,19 @@ def test_masks_are_read_back_from_any_place(tmp_path_factory: pytest.TempPathFac
         documents = [(np.arange(len(mask)), 0) for mask in masks_of_commit]
         append_documents(folder, "train", 100, documents, shard_bytes=16, masks=masks_of_commit)
     store = TokenStore(folder, "train", 100)
-    separated = TokenStore(folder, "train", 100, separator=7)
     assert store.has_masks
     assert (folder / "train.mask.bin").stat().st_size == sum(-(-len(mask) // 8) for mask in every)
     for document, mask in enumerate(every):
         start = data.draw(st.integers(0, len(mask)))
         stop = data.draw(st.integers(start, len(mask)))
         np.testing.assert_array_equal(store.read_mask(document, start, stop), mask[start:stop])
-        np.testing.assert_array_equal(separated.read_mask(document, start, len(mask) + 1), [*mask[start:], False])
 
 
-def test_a_store_of_text_has_no_masks_and_its_separators_are_learned(tmp_path: Path) -> None:
+def test_a_store_of_text_has_no_masks(tmp_path: Path) -> None:
     append_documents(tmp_path, "train", 100, [(np.arange(5), 0)])
     store = TokenStore(tmp_path, "train", 100)
     assert not store.has_masks
     assert store.read_mask(0, 0, 5) is None
-    assert TokenStore(tmp_path, "train", 100, separator=7).read_mask(0, 0, 6) is None
 
 
 def many(folder: Path) -> None:

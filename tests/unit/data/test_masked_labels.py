@@ -1,7 +1,6 @@
 """Labels, weights and turns where a store says which tokens are learned."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.memory import MemoryStore, separated
+from tests.support.memory import MemoryStore
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import ResolvedStageData
@@ -45,15 +44,6 @@ def test_without_document_masks_the_next_documents_first_token_keeps_its_mask() 
     sequence = packed(replace(CONCAT, document_mask=False), 17).sequence(0)
     assert sequence.labels[9] == 10  # learned, though of the next document
     assert sequence.labels[13] == IGNORED
-
-
-def test_a_separator_is_not_learned_and_the_text_before_it_is(tmp_path: Path) -> None:
-    store = separated(tmp_path, MemoryStore([len(mask) for mask in MASKS], masks=MASKS), 99)
-    assert store.has_masks
-    sequence = packed(CONCAT, 20, store).sequence(0)
-    assert sequence.tokens[[10, 15, 19]].tolist() == [99] * 3
-    assert sequence.labels[[8, 9, 10]].tolist() == [9, IGNORED, IGNORED]
-    assert not (sequence.labels == 99).any()
 
 
 def test_a_conversation_that_is_cut_keeps_its_labels_and_its_second_part_has_no_turns() -> None:

@@ -1,7 +1,6 @@
 """Packed sequences by number: every token once, the label of each, and what a window reports."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.memory import MemoryStore, separated
+from tests.support.memory import MemoryStore
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.names import PACKINGS as CONFIG_PACKINGS
 from torchtitan_cp.config.sections import ResolvedStageData
@@ -125,15 +124,6 @@ def test_without_a_mask_concat_gives_the_streams_own_sequences() -> None:
         tokens = packed.stream.read(3 + number * 8, 8)
         np.testing.assert_array_equal(packed.sequence(number).tokens, tokens)
         np.testing.assert_array_equal(packed.sequence(number).labels[:-1], tokens[1:])
-
-
-def test_a_separator_is_a_token_of_the_document_before_it(tmp_path: Path) -> None:
-    store = separated(tmp_path, MemoryStore([3, 2, 5]), 77)
-    packed = PackedStream(TokenStream(store, 64, seed=0, shuffle=False), 13, CONCAT)
-    sequence = packed.sequence(0)
-    assert sequence.tokens.tolist() == [0, 1, 2, 77, 3, 4, 77, 5, 6, 7, 8, 9, 77]
-    assert sequence.labels.tolist() == [1, 2, 77, IGNORED, 4, 77, IGNORED, 6, 7, 8, 9, 77, IGNORED]
-    assert sequence.document_lengths == (4, 3, 6)
 
 
 def test_lengths_are_known_without_reading_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +182,6 @@ def test_documents_of_a_folder_are_a_group(tmp_path: Path) -> None:
     folder = write_files(tmp_path / "corpus", files)
     data = data_of(tmp_path / "cache", text_source("code", folder, validation_fraction=0.0))
     assert sorted(groups_of(only(data)).values()) == ["ab", "c", "d", "e", "f"]
-    [source] = data.sources
-    by_repository = replace(data, sources=(replace(source, group_depth=1),))
-    assert sorted(map(sorted, groups_of(only(by_repository)).values())) == [["a", "b", "c", "f"], ["d"], ["e"]]
 
 
 def test_groups_are_numbered_by_field_over_both_splits_and_lines_without_one_are_alone(tmp_path: Path) -> None:

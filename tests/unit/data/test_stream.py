@@ -1,6 +1,5 @@
 """The order of tokens: a pure function of the cursor, that gives every token of an epoch once."""
 
-import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.memory import MemoryStore, masked, separated
+from tests.support.memory import MemoryStore, masked
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.corpus.store import TokenStore, append_documents
 
@@ -144,13 +143,3 @@ def test_where_no_document_has_a_group_each_is_one() -> None:
     rows = stream.spans(0, TOKENS)
     assert sorted(rows.tolist()) == [[document, 0, length] for document, length in enumerate(LENGTHS) if length]
     assert rows[:, 0].tolist() != sorted(rows[:, 0])
-
-
-def test_a_separator_ends_every_document_that_is_not_empty(tmp_path: Path) -> None:
-    store = separated(tmp_path, MemoryStore([2, 0, 3], groups=[4, 4, 4]), 99)
-    store = pickle.loads(pickle.dumps(store))  # as a worker gets it
-    assert (store.documents, store.tokens, store.document_lengths.tolist()) == (3, 7, [3, 0, 4])
-    assert TokenStream(store, 4, seed=0, shuffle=False).read(0, 8).tolist() == [0, 1, 99, 2, 3, 4, 99, 0]
-    parts = [store.read(2, start, stop).tolist() for start in range(5) for stop in range(start, 5)]
-    assert parts == [[2, 3, 4, 99][start:stop] for start in range(5) for stop in range(start, 5)]
-    assert TokenStream(store, 4, seed=0, order="related").spans(0, 7)[:, 0].tolist() == [0, 2]

@@ -164,7 +164,10 @@ def test_a_bundle_is_json_and_safetensors_and_comes_back(tmp_path: Path) -> None
     inputs = [torch.randn(2, 3), None, {0: object()}, torch.arange(4)]
     described, tensors = pack_arguments(inputs, lambda x: x + 1)
     assert described == ["input.0", None, "plans", "input.1"]
-    Bundle({"arguments": described, "step": 3}, tensors | {"weight.w1.weight": torch.eye(3)[:, 1:]}).write(tmp_path)
+    Bundle(
+        {"summary": "", "module": None, "arguments": described, "step": 3},
+        tensors | {"weight.w1.weight": torch.eye(3)[:, 1:]},
+    ).write(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "tensors.safetensors"]
     assert json.loads((tmp_path / "report.json").read_text())["step"] == 3
     bundle = Bundle.read(tmp_path)

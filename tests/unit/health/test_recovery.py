@@ -1,4 +1,4 @@
-"""Skip, roll back, lower the learning rate, halt: in this order, each so often and no oftener."""
+"""Skip, roll back, halt: in this order, each so often and no oftener."""
 
 import dataclasses
 import json
@@ -22,8 +22,6 @@ def decide(it: RecoveryPolicy, *, can_roll_back: bool = True, weights_finite: bo
     find = lambda _: CHECKPOINT if can_roll_back else None  # noqa: E731
     message, checkpoint = it.choose_action(WHAT, find, weights_finite=weights_finite)
     assert ("ROLLED BACK to step-7" in message) == (checkpoint == CHECKPOINT)
-    if "LOWERED" in message:
-        return "lower_lr"
     return "rollback" if checkpoint else "skip"
 
 
@@ -43,43 +41,34 @@ def test_halt_raises_with_the_step_and_the_finding() -> None:
         decide(policy_of(on_nonfinite="halt"))
 
 
-def test_the_rungs_come_in_order_and_each_so_often() -> None:
-    it = policy_of(max_consecutive_skips=1, max_rollbacks=2, max_lr_cuts=2)
-    rungs = ["rollback", "rollback", "lower_lr", "lower_lr"]
-    assert climb(it) == [part for rung in rungs for part in ("skip", rung)] + ["skip"]
-    assert (it.state.all_skips, it.state.rollbacks, it.state.lr_cuts) == (10, 2, 2)
+def test_skips_and_rollbacks_come_in_order_and_each_so_often() -> None:
+    it = policy_of(max_consecutive_skips=1, max_rollbacks=2)
+    assert climb(it) == ["skip", "rollback", "skip", "rollback", "skip"]
+    assert (it.state.all_skips, it.state.rollbacks) == (6, 2)
 
 
-def test_without_a_checkpoint_the_learning_rate_is_next_and_without_any_rung_the_end() -> None:
-    assert climb(policy_of(max_consecutive_skips=2), can_roll_back=False) == [
-        "skip",
-        "skip",
-        "lower_lr",
-        "skip",
-        "skip",
-    ]
-    assert climb(policy_of(max_consecutive_skips=1, policy=())) == ["skip"]
+def test_without_a_checkpoint_or_a_rollback_left_the_run_halts_after_its_skips() -> None:
+    assert climb(policy_of(max_consecutive_skips=2), can_roll_back=False) == ["skip", "skip"]
+    assert climb(policy_of(max_consecutive_skips=1, max_rollbacks=0)) == ["skip"]
 
 
-def test_the_end_says_what_was_tried() -> None:
-    it = policy_of(max_consecutive_skips=2, policy=())
+@pytest.mark.parametrize(("rollbacks", "why"), [(0, "health.max_rollbacks = 0"), (1, "there is no checkpoint to load")])
+def test_the_end_says_what_was_tried(rollbacks: int, why: str) -> None:
+    it = policy_of(max_consecutive_skips=2, max_rollbacks=rollbacks)
     decide(it)
     decide(it)
-    with pytest.raises(NonFiniteError, match=r"2 skipped steps in a row, 0 rollbacks and 0 cuts .* allows no more"):
-        decide(it)
+    with pytest.raises(NonFiniteError, match=rf"2 skipped steps in a row and 0 rollbacks, and {why}\. No weight was"):
+        decide(it, can_roll_back=False)
 
 
-def test_what_is_done_is_said() -> None:
-    it = policy_of(max_consecutive_skips=1, max_rollbacks=0, lr_factor=0.25, lr_steps=9)
+def test_the_message_says_what_was_done() -> None:
+    it = policy_of(max_consecutive_skips=1)
     find = lambda _: CHECKPOINT  # noqa: E731
     skipped = f"{WHAT}. Skipped: no weight was changed (1 of at most 1 in a row)"
     assert it.choose_action(WHAT, find) == (skipped, None)
     message, checkpoint = it.choose_action(WHAT, find)
     assert checkpoint == CHECKPOINT
-    assert message == (
-        f"{WHAT}. ROLLED BACK to step-7, and the text since is skipped; the learning rate is LOWERED to "
-        "0.25 of its schedule for 9 steps (0 rollbacks, 1 cuts so far)"
-    )
+    assert message == f"{WHAT}. ROLLED BACK to step-7, and the text since is skipped (1 rollbacks so far)"
 
 
 def test_skips_are_counted_and_a_good_step_starts_the_count_again() -> None:
@@ -93,19 +82,6 @@ def test_skips_are_counted_and_a_good_step_starts_the_count_again() -> None:
 
 def test_what_does_not_mend_by_itself_is_not_skipped() -> None:
     assert decide(policy_of(), weights_finite=False) == "rollback"
-
-
-def test_the_learning_rate_is_lowered_for_so_many_healthy_steps() -> None:
-    it = policy_of(lr_factor=0.25, lr_steps=3, max_lr_cuts=2, policy=("lower_lr",))
-    assert it.lr_factor == 1.0
-    decide(it, can_roll_back=False, weights_finite=False)
-    factors = []
-    for _ in range(4):
-        factors.append(it.lr_factor)
-        it.record_healthy_step()
-    assert factors == [0.25, 0.25, 0.25, 1.0]
-    decide(it, can_roll_back=False, weights_finite=False)
-    assert it.lr_factor == 0.0625
 
 
 def test_a_run_that_is_bad_again_at_once_after_a_rollback_goes_further_back() -> None:
@@ -123,9 +99,15 @@ def test_a_run_that_is_bad_again_at_once_after_a_rollback_goes_further_back() ->
 
 
 def test_the_state_survives_a_checkpoint() -> None:
-    it = policy_of(max_consecutive_skips=1, max_rollbacks=1, max_lr_cuts=0)
+    it = policy_of(max_consecutive_skips=1, max_rollbacks=1)
     assert [decide(it), decide(it), decide(it)] == ["skip", "rollback", "skip"]
     resumed = RecoveryPolicy(it.settings, json.loads(json.dumps(dataclasses.asdict(it.state))))
     assert resumed.state == it.state
     with pytest.raises(NonFiniteError):
         decide(resumed)
+
+
+def test_the_state_of_an_earlier_version_is_read_without_what_is_gone() -> None:
+    state = {"skips": 1, "all_skips": 4, "rollbacks": 1, "lr_cuts": 1, "lr_steps_left": 7}
+    it = RecoveryPolicy(Health(on_nonfinite="skip"), state)
+    assert (it.state.skips, it.state.all_skips, it.state.rollbacks) == (1, 4, 1)

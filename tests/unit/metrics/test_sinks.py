@@ -69,7 +69,7 @@ def record(step: int, loss: float | None = 2.0) -> StepRecord:
 # Dashboards of users rely on these.
 TAGS = {
     *("train/loss", "train/perplexity", "train/grad_norm", "train/lr"),
-    *("health/skipped", "health/spikes", "health/skipped_steps", "health/rollbacks", "health/lr_cuts"),
+    *("health/skipped", "health/spikes", "health/skipped_steps", "health/rollbacks"),
     *("health/largest_logit", "grad_norm_by_block/0", "grad_norm_by_block/1", "largest_output_by_block/0"),
     *("speed/tokens_per_second", "speed/tokens_per_second_per_rank", "speed/mfu", "speed/mfu_mask"),
     *("speed/step_seconds", "speed/data_wait_seconds", "speed/pipeline_idle"),

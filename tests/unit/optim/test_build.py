@@ -11,7 +11,7 @@ import torch
 from tests.support.small_net import assert_same, names_of, small_net, train, weights
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
-from torchtitan_cp.optim.build import IMPLEMENTATIONS, build_optimizer, check_rules, set_learning_rates
+from torchtitan_cp.optim.build import build_optimizer, check_rules, set_learning_rates
 from torchtitan_cp.optim.offload import keep_state_on_host
 
 
@@ -66,28 +66,14 @@ def test_a_rule_for_another_pipeline_stage_is_not_refused() -> None:
     build_optimizer(small_net(), settings)
 
 
-def test_every_implementation_takes_the_same_steps() -> None:
-    results = []
-    for implementation in ("fused", "foreach", "for-loop"):
-        model = small_net()
-        optimizer = build_optimizer(model, Optimizer(implementation=implementation))
-        flags = {name: optimizer.param_groups[0][name] for name in ("fused", "foreach")}
-        assert flags == {"fused": True, "foreach": None} if implementation == "fused" else not flags["fused"]
-        train(model, optimizer, 3)
-        results.append(weights(model))
-    assert_same(results[0], results[1])
-    assert_same(results[0], results[2])
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"implementation": "fused"},
-        {"implementation": "foreach"},
+        {},
         {"name": "muon"},
         {"groups": (ParameterGroup("norm", 0.1, 0.2),)},
     ],
-    ids=["fused", "foreach", "muon", "groups"],
+    ids=["adamw", "muon", "groups"],
 )
 def test_state_kept_on_the_host_changes_no_step_and_is_fetched_a_parameter_at_a_time(options: dict[str, Any]) -> None:
     model, twin = small_net(), small_net()
@@ -105,11 +91,6 @@ def test_state_kept_on_the_host_changes_no_step_and_is_fetched_a_parameter_at_a_
     for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
         for name, value in other.state[its].items():
             assert torch.equal(optimizer.state[mine][name], value), name
-
-
-def test_config_and_registry_name_the_same_implementations() -> None:
-    choices = Optimizer.__dataclass_fields__["implementation"].metadata["choices"]
-    assert tuple(IMPLEMENTATIONS) == choices
 
 
 def test_offloading_says_that_it_is_inactive_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:

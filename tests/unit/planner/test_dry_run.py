@@ -121,7 +121,6 @@ WIDE_EXPERTS = (
         WIDE,
         (*WIDE, "--curriculum.stages[0].global_batch_tokens=4096"),
         (*WIDE, "--training.compute_dtype=float32"),
-        (*WIDE, "--parallel.fsdp_prefetch=2"),
         (*WIDE, "--parallel.fsdp_reshard=never"),
         (*WIDE, "--parallel.pp=2"),
         (*WIDE, "--tokenizer.vocab_size=64000"),

@@ -55,7 +55,6 @@ def test_a_run_has_the_degrees_of_each_stage_and_the_sizes_of_its_model(tmp_path
             "a pipeline of 3 ranks x 1 pipeline stages is longer than the model's 2 layers",
         ),
         ((f"{BATCH}=256",), 6, "makes 1 micro-batches, which 1f1b cannot assign to 3 pipeline ranks"),
-        (("--parallel.pp_split=[5, 1]",), 6, "parallel.pp_split = .* does not cut 6 layers into 3"),
         (("--parallel.pp_stages_per_rank=2",), 6, "and 1f1b takes 1"),
         (("--parallel.dp_shard=1", "--parallel.tp=4"), 12, "parallel.tp = 4 does not divide the model's n_kv_heads"),
         (("--parallel.cp=2", *FLOAT8), 6, "does not cover"),
@@ -182,7 +181,6 @@ def test_the_checkpoint_to_start_from_brings_its_template(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("data.separator=257", "data.separator = 257 is not a token id: the tokenizer has the ids 0 to 256"),
         ("model.overrides.vocab_size=256", "the model has 256 embeddings and the tokenizer 257 pieces"),
     ],
 )

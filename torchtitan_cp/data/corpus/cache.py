@@ -94,14 +94,14 @@ def prepare(data: Data, tokenizer: TokenizerConfig, start: Path | None = None) -
 def open_cache(locations: dict[str, Any], data: Data, tokenizer: TokenizerConfig) -> PreparedCorpus:
     """Open what `CacheBuilder.build` returned; `data` and `tokenizer` are the config's sections."""
     shared = load_tokenizer(dataclasses.replace(tokenizer, path=locations["tokenizer"]))
-    sources = {name: _open_source(name, Path(folder), data.separator) for name, folder in locations["folders"].items()}
+    sources = {name: _open_source(name, Path(folder)) for name, folder in locations["folders"].items()}
     return PreparedCorpus(sources, shared)
 
 
-def _open_source(name: str, folder: Path, separator: int) -> PreparedSource:
+def _open_source(name: str, folder: Path) -> PreparedSource:
     with name_in_errors(folder):
         manifest, values = (json.loads((folder / file).read_text("utf-8")) for file in (MANIFEST_FILE, STATISTICS_FILE))
-        stores = [TokenStore(folder, split, manifest["vocab_size"], separator) for split in SPLITS]
+        stores = [TokenStore(folder, split, manifest["vocab_size"]) for split in SPLITS]
         unigram_counts = np.load(folder / UNIGRAM_FILE)
     statistics = SourceStatistics.from_json(values)
     train, held_out = statistics.train, statistics.validation
@@ -109,8 +109,6 @@ def _open_source(name: str, folder: Path, separator: int) -> PreparedSource:
         f"{name}: {train.documents} documents and {train.tokens} tokens to train on, {held_out.documents} and "
         f"{held_out.tokens} held out, in {folder}{statistics.left_out()}"
     )
-    if separator >= 0:
-        unigram_counts[separator] += np.count_nonzero(stores[0].document_lengths)
     return PreparedSource(stores[0], stores[1], statistics, unigram_counts, manifest["content_fingerprint"])
 
 

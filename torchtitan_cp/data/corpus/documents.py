@@ -52,7 +52,7 @@ class Corpus:
         source = self.source
         is_name = source.source == "huggingface" and not self.size_bytes
         path = source.path if is_name else str(Path(location(source)).expanduser().absolute())
-        fields = (source.text_field, source.token_field, source.group_field, source.group_depth)
+        fields = (source.text_field, source.token_field, source.group_field, 0)  # 0 was a key; caches go on as they are
         settings = [source.source, path, *fields, source.document, source.validation_fraction]
         if self.template:
             chat = (source.messages_field, source.prompt_field, source.completion_field, source.loss_on)

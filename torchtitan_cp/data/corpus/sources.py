@@ -128,8 +128,7 @@ def _read_text(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
         skipped.add("not UTF-8", f"{file.path}:{error.object.count(bytes([10]), 0, error.start) + 1}")
     else:
         if text:
-            group = "/".join(file.folder.split("/")[: source.group_depth or None])
-            yield Document(text, file.name, group, file.size_bytes)
+            yield Document(text, file.name, file.folder, file.size_bytes)
 
 
 def _read_docstrings(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:

@@ -83,59 +83,51 @@ class TokenStore:
         folder: where the files are.
         split: their name, `train` or `validation`.
         vocab_size: V, as when it was written.
-        separator: token id that is added when reading, at the end of every document that is not empty; -1: none. It is
-            part of the document: cursors, windows and epochs count it.
 
     Attributes:
         documents: number of documents.
-        tokens: number of tokens, including end tokens and separators.
-        document_lengths: `[documents]` int64, in tokens; separators are counted.
+        tokens: number of tokens, including end tokens.
+        document_lengths: `[documents]` int64, in tokens.
         groups: `[documents]` int64; documents of one folder, repository or value of `group_field` share a number.
         has_masks: some tokens are not learned; see read_mask.
     """
 
-    def __init__(self, folder: Path, split: str, vocab_size: int, separator: int = -1) -> None:
-        self.folder, self.split, self.vocab_size, self.separator = folder, split, vocab_size, separator
+    def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
+        self.folder, self.split, self.vocab_size = folder, split, vocab_size
         self._index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE)
         self._shard_tokens, self._offsets = int(self._index[0]), self._index[1:]
-        self.document_lengths = self._stored_lengths = np.diff(self._offsets)  # the separator is not stored
-        if separator >= 0:
-            self.document_lengths = self._stored_lengths + (self._stored_lengths > 0)
+        self.document_lengths = np.diff(self._offsets)
         self.documents, self.tokens = len(self.document_lengths), int(self.document_lengths.sum())
         self.groups = _map(folder / f"{split}.groups.bin", INDEX_DTYPE)
         shards = range(-(-int(self._offsets[-1]) // self._shard_tokens))
         self._shards = [_map(shard_path(folder, split, number), token_dtype(vocab_size)) for number in shards]
         self.has_masks = (folder / f"{split}.mask.bin").exists()
         if self.has_masks:
-            self._mask_offsets = np.append(0, np.cumsum(-(-self._stored_lengths // 8)))
+            self._mask_offsets = np.append(0, np.cumsum(-(-self.document_lengths // 8)))
             self._mask = _map(folder / f"{split}.mask.bin", np.dtype(np.uint8))
 
     def __reduce__(self) -> Any:
-        return TokenStore, (self.folder, self.split, self.vocab_size, self.separator)
+        return TokenStore, (self.folder, self.split, self.vocab_size)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""
         assert 0 <= start <= stop <= self.document_lengths[document], "outside the document"
-        begin, stored = int(self._offsets[document]), int(self._stored_lengths[document])
-        position, end = begin + start, begin + min(stop, stored)
+        begin = int(self._offsets[document])
+        position, end = begin + start, begin + stop
         parts = [np.empty(0, dtype=np.int64)]
         while position < end:
             shard, offset = divmod(position, self._shard_tokens)
             parts.append(self._shards[shard][offset : offset + end - position])
             position += len(parts[-1])
-        separators = 1 if start <= stored < stop else 0
-        return np.concatenate([*parts, np.full(separators, self.separator)])
+        return np.concatenate(parts)
 
     def read_mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
-        """Which tokens of a document are learned, `[stop - start]` bool; None if the store has no masks: all are.
-
-        A separator is never learned where the store has masks.
-        """
+        """Which tokens of a document are learned, `[stop - start]` bool; None if the store has no masks: all are."""
         if not self.has_masks:
             return None
         first = int(self._mask_offsets[document])
-        packed = self._mask[first + start // 8 : first + -(-min(stop, int(self._stored_lengths[document])) // 8)]
-        return np.append(np.unpackbits(packed), 0)[start % 8 :][: stop - start].astype(bool)
+        packed = self._mask[first + start // 8 : first + -(-stop // 8)]
+        return np.unpackbits(packed)[start % 8 :][: stop - start].astype(bool)
 
     def summarize(self, check_stop: Callable[[], None]) -> tuple[str, np.ndarray]:
         """Read all tokens once.

@@ -1,9 +1,10 @@
-"""Faults made on purpose, for drills: detection, diagnosis and recovery treat them as real ones."""
+"""Faults that tests make on purpose in a Trainer: detection, diagnosis and recovery treat them as real ones."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,19 +12,90 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.support.runs import prepared, run_to_end
+from torchtitan_cp.checkpoint.progress import Progress
+from torchtitan_cp.cli.replay import build
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Inject
+from torchtitan_cp.health.diagnosis import Diagnosis, Event
+from torchtitan_cp.health.monitor import StepReport
+from torchtitan_cp.health.recovery import RecoveryState
+from torchtitan_cp.health.replay import Bundle, replay
+from torchtitan_cp.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 SPIKE = 1e4
 
 
+@dataclass(frozen=True)
+class Inject:
+    """A fault.
+
+    Attributes:
+        step: optimizer step that gets the fault, from 1; 0: none.
+        steps: number of steps in a row that get it.
+        rank: rank that gets it.
+        where: data: an out-of-range label; embedding, forward: a module's output; backward: the gradient of its input;
+            gradient: a weight's gradient, before the ranks' sum; weight: a weight itself.
+        layer: forward, backward, gradient, weight: number of the block.
+        module: forward to weight: a module in the block by name, e.g. feed_forward.w2; empty: the block.
+        kind: nan, inf: one value becomes it; spike: all become 10,000 times as large.
+        transient: the fault is gone when the step is repeated, as after a flipped bit.
+    """
+
+    step: int = 0
+    steps: int = 1
+    rank: int = 0
+    where: str = "forward"
+    layer: int = 0
+    module: str = ""
+    kind: str = "nan"
+    transient: bool = False
+
+
+def inject(trainer: Trainer, fault: Inject | None = None) -> None:
+    """On all ranks: make this fault in the trainer's steps from now on, and no other."""
+    runner, model = trainer.step_runner, trainer.model
+    vars(runner).pop("run", None), vars(runner).pop("diagnose", None)
+    run, diagnose = runner.run, runner.diagnose
+    repeat = runner._repeat
+    injector = Injector(fault or Inject(), model.parts, model.args.vocab_size, model.shares_batch_with)
+
+    def faulty_run(progress: Progress, micro_batches: Any) -> StepReport:
+        with injector.fault(progress.step + 1):
+            return run(progress, injector.corrupt(progress.step + 1, micro_batches))
+
+    def faulty_diagnose(step: int, report: StepReport, micro_batches: Any, state: RecoveryState) -> Diagnosis:
+        def faulty_repeat(micro_batches: Any, within: AbstractContextManager[Any]) -> StepReport:
+            usual = micro_batches is runner.healthy_batches
+            with nullcontext() if usual else injector.fault(step, again=True):
+                return repeat(micro_batches, within)
+
+        runner.diagnoser = replace(runner.diagnoser, run_step=faulty_repeat)
+        return diagnose(step, report, injector.corrupt(step, micro_batches, again=True), state)
+
+    runner.run, runner.diagnose = faulty_run, faulty_diagnose  # type: ignore[method-assign]
+
+
+def replay_with_fault(folder: Path, fault: Inject, module: str = "") -> Event | None:
+    """Replay a bundle, and make the fault again in the module of this name; default: the culprit."""
+    bundle = Bundle.read(folder)
+    with ExitStack() as faults:
+
+        def build_with_fault(bundle: Bundle) -> nn.Module:
+            built = build(bundle)
+            by_name = dict(built.named_modules(prefix=bundle.report["module"]))
+            faults.enter_context(fault_in(by_name[module or bundle.report["culprit"]["module"]], fault))
+            return built
+
+        return replay(bundle, build_with_fault)
+
+
 class Injector:
-    """Makes the fault of [health.inject] in the steps it names, and does nothing in the others. Collective to make.
+    """Makes a fault in the steps it names, and does nothing in the others. Collective to make.
 
     Args:
-        settings: [health.inject].
+        settings: the fault.
         parts: the model's modules on this rank.
         vocabulary: V; ids from V on are not tokens.
         shares_batch_with: whether a rank reads the same tokens as this one.
@@ -54,7 +126,7 @@ class Injector:
             dist.broadcast_object_list(known, settings.rank)
             if self.name not in known[0]:
                 raise ConfigError(
-                    f"[health.inject]: rank {settings.rank} has no module {self.name} for where = {settings.where!r}; "
+                    f"rank {settings.rank} has no module {self.name} for where = {settings.where!r}; "
                     f"it has {', '.join(known[0])}",
                     fix="name a rank, layer and module that exist",
                 )
@@ -68,7 +140,7 @@ class Injector:
         """Make the fault in the modules that run within this context, if it is due in this step and on this rank."""
         settings, due = self.settings, self.is_due(step, again=again)
         if due and not again and dist.get_rank() == 0:
-            logger.warning("FAULT INJECTED on purpose in step %d by [health.inject]: %s", step, asdict(settings))
+            logger.warning("FAULT INJECTED on purpose in step %d: %s", step, asdict(settings))
         if not due or settings.rank != dist.get_rank() or settings.where == "data" or self.module is None:
             return nullcontext()
         # The hook of a whole block runs before its other hooks, which have to see the fault; the hook of a smaller
@@ -157,3 +229,10 @@ def corrupt_(x: Tensor, kind: str) -> Tensor:
             others[0] = local.shape[1] * (2 * tp_rank + 1) // (2 * tp_ranks)
         local[(first, *others)] = float(kind)
     return x
+
+
+def train_with_fault(fault: Inject, path: Path, *overrides: str) -> list[dict[str, Any]]:
+    """On a rank: run a config to the end with this fault; the lines of metrics.jsonl."""
+    trainer = prepared(path, *overrides)
+    inject(trainer, fault)
+    return run_to_end(trainer)

@@ -1,0 +1,78 @@
+"""Keys that are gone or renamed since the last version: files that have them are still read.
+
+A run's own config.toml has every key, so what an earlier version wrote must stay readable: a key that is gone is left
+out if it had its default, and a key with another name is taken under the new one.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torchtitan_cp.config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Gone(NamedTuple):
+    """A key that is gone.
+
+    Attributes:
+        harmless: values with which a run does what it does now.
+        fix: what to do about another value.
+    """
+
+    harmless: tuple[Any, ...]
+    fix: str
+
+
+NO_INJECTION = {"step": 0, "steps": 1, "rank": 0, "where": "forward", "layer": 0, "module": "", "kind": "nan"}
+GONE = {
+    "data.sources.group_depth": Gone((0,), "remove it; the documents of a folder are a group"),
+    "compile.mode": Gone(("default",), "remove it; torch.compile runs in its default mode"),
+    "data.group_depth": Gone((0,), "remove it; the documents of a folder are a group"),
+    "data.separator": Gone((-1,), "remove it; the tokenizer's own end token follows each document"),
+    "health.idle_expert_steps": Gone((100,), "remove it; experts/idle_share says how many experts get no token"),
+    "health.inject": Gone(({**NO_INJECTION, "transient": False},), "remove it; only tests inject faults"),
+    "health.lr_factor": Gone((0.1,), "remove it; no recovery changes the learning rate"),
+    "health.lr_steps": Gone((100,), "remove it; no recovery changes the learning rate"),
+    "health.max_lr_cuts": Gone((1,), "remove it; no recovery changes the learning rate"),
+    "health.policy": Gone((["rollback", "lower_lr"], ["rollback"]), "remove it; max_rollbacks = 0 never rolls back"),
+    "optimizer.implementation": Gone(("fused",), "remove it; AdamW runs fused"),
+    "parallel.expert_capacity": Gone((0.0, 0), "remove it; no expert drops a token"),
+    "parallel.fsdp_prefetch": Gone((1,), "remove it; the next block's weights are gathered in advance"),
+    "parallel.pp_split": Gone(([],), "remove it; layers are split over pipeline stages by their cost"),
+}
+RENAMED = {"health.bundles": "max_bundles"}
+RENAMED_VALUES = {"health.on_spike": {"trip": "handle"}}
+
+
+def read_retired_keys(table: dict[str, Any], file: str) -> None:
+    """Take retired keys out of the tables, and put renamed ones under their new names, in place.
+
+    Raises:
+        ConfigError: a key that is gone has a value that asks for more than runs do without it.
+    """
+    for dotted, gone in GONE.items():
+        for owner, name in _owners(table, dotted):
+            if (value := owner[name]) not in gone.harmless:
+                raise ConfigError(f"{file}: {dotted} = {value!r}, and there is no such key any more", fix=gone.fix)
+            del owner[name]
+    for dotted, new_name in RENAMED.items():
+        for owner, name in _owners(table, dotted):
+            logger.info("%s: %s is now called %s", file, dotted, new_name)
+            owner.setdefault(new_name, owner.pop(name))
+    for dotted, values in RENAMED_VALUES.items():
+        for owner, name in _owners(table, dotted):
+            if isinstance(owner[name], str) and owner[name] in values:
+                logger.info("%s: %s = %r is now called %r", file, dotted, owner[name], values[owner[name]])
+                owner[name] = values[owner[name]]
+
+
+def _owners(table: dict[str, Any], dotted: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each table that has this key, and the key's name in it; [[lists]] of tables count by their dotted name."""
+    *parents, name = dotted.split(".")
+    owners: list[Any] = [table]
+    for parent in parents:
+        found = [owner.get(parent) for owner in owners if isinstance(owner, dict)]
+        owners = [entry for value in found for entry in (value if isinstance(value, list) else [value])]
+    yield from ((owner, name) for owner in owners if isinstance(owner, dict) and name in owner)
