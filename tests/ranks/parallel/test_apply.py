@@ -101,7 +101,7 @@ def plain(ranks: Callable[[int], RankPool]) -> dict[bool, tuple[dict[str, Tensor
         ("attention saved, on TP 2", False),
         ("MLP in 3 tiles, recomputed, on FSDP 2 x TP 2", False),
         ("MLP in 3 tiles, selective", True),
-        ("weights never freed, 2 gathered ahead", False),
+        ("weights never freed", False),
     ],
 )
 def test_weights_are_the_same_on_any_layout_and_gradients_are_summed_and_not_averaged(
