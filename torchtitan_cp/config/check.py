@@ -71,22 +71,11 @@ def _check_sections(config: Config, ranks: int) -> None:
             "checkpoint.export needs checkpoints, and checkpoint.enable = false",
             fix='enable checkpoints, or set checkpoint.export = "no"',
         )
-    degrees_tp = {resolve_degrees(parallel, ranks, stage).tp for stage in stages}
-    if config.optimizer.state == "8bit" and len(degrees_tp) > 1:
-        raise ConfigError(
-            "optimizer.state = '8bit' does not work with stages of different tp: torchao cuts its blocks along the "
-            "first dimension of a matrix only",
-            fix="keep one tp, or use state = 'float32'",
-        )
-    if parallel.async_tp and not (config.compile.enable and max(degrees_tp) > 1):
+    highest_tp = max(resolve_degrees(parallel, ranks, stage).tp for stage in stages)
+    if parallel.async_tp and not (config.compile.enable and highest_tp > 1):
         raise ConfigError(
             "parallel.async_tp needs the compiler and tensor-parallel ranks",
             fix="set compile.enable = true and parallel.tp above 1, or leave it out",
-        )
-    if parallel.fsdp_cpu_offload and config.optimizer.name == "muon":
-        raise ConfigError(
-            "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon', whose ranks exchange whole matrices",
-            fix="use adamw, or optimizer.offload_state = true instead of parallel.fsdp_cpu_offload",
         )
     for key, folder in (("job.dump_folder", config.job.dump_folder), ("data.cache_folder", config.data.cache_folder)):
         if not folder:

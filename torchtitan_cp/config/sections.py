@@ -153,7 +153,7 @@ class Optimizer:
             applies
     """
 
-    name: str = key("adamw", choices=("adamw", "muon"))
+    name: str = key("adamw", choices=names.OPTIMIZERS)
     lr: float = key(3e-4, least=0, most=100)
     beta1: float = key(0.9, least=0, below=1)
     beta2: float = key(0.95, least=0, below=1)

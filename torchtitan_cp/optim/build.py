@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtitan_cp.config import ConfigError, sections
-from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.optim.muon import Muon
 from torchtitan_cp.optim.offload import keep_state_on_host
+from torchtitan_cp.optim.optimizers import OPTIMIZERS
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +26,19 @@ def build_optimizer(
     Its groups hold `lr_scale`, which `set_learning_rates` applies.
 
     Args:
-        model: with settings.name = "muon" it has `layers`, whose matrices Muon updates.
-        compute_dtype: Muon orthogonalises in this dtype.
+        model: has `layers`, if the optimizer is one of their matrices alone.
+        compute_dtype: that the optimizer may compute in.
 
     Raises:
-        ConfigError: torchao is missing.
-
-    Source: AdamW, Loshchilov and Hutter, 2019; its 8-bit state, Dettmers et al., 2022; Muon: see muon.py.
+        ConfigError: the package of an extra is missing.
     """
-    groups = _parameter_groups(model, settings)
-    optimizer = _adamw([group for group in groups if not group["muon"]], settings)
-    if settings.name == "muon":
-        matrices = [group for group in groups if group["muon"]]
-        optimizer = Muon(matrices, optimizer, momentum=settings.muon_momentum, dtype=compute_dtype)
+    kind = OPTIMIZERS[settings.name]
+    optimizer = kind.build(_parameter_groups(model, settings), settings, compute_dtype)
     if settings.offload_state:
         if next(model.parameters()).device.type == "cpu":
             logger.warning("optimizer.offload_state is inactive: the optimizer's state is in host memory on a CPU")
         else:
-            keep_state_on_host(optimizer)
+            keep_state_on_host(optimizer, kind.parts)
     set_learning_rates(optimizer, settings.lr)
     return optimizer
 
@@ -58,20 +52,13 @@ def set_learning_rates(optimizer: Optimizer, lr: float) -> None:
             group["lr"] = lr * group["lr_scale"]
 
 
-def _adamw(groups: list[dict[str, Any]], settings: sections.Optimizer) -> Optimizer:
-    options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    if settings.state == "8bit":
-        torchao = import_extra("torchao.optim", extra="float8", needed_by="optimizer.state = '8bit'")
-        return torchao.AdamW8bit(groups, **options)
-    return torch.optim.AdamW(groups, **options, fused=True)
-
-
 def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[dict[str, Any]]:
     """Parameters with the same settings share a group. By default matrices decay, norms and biases do not."""
-    blocks: Iterable[Tensor] = model.layers.parameters() if settings.name == "muon" else ()  # type: ignore[union-attr]
+    blocks_only = OPTIMIZERS[settings.name].blocks_only
+    blocks: Iterable[Tensor] = model.layers.parameters() if blocks_only else ()  # type: ignore[union-attr]
     # Experts are known by their module, as convolutions have three dims too.
     experts = {parameter for module in getattr(model, "experts", {}).values() for parameter in module.parameters()}
-    muon_parameters = {parameter for parameter in blocks if parameter.ndim == 2 or parameter in experts}
+    of_blocks = {parameter for parameter in blocks if parameter.ndim == 2 or parameter in experts}
     groups: dict[tuple[float, float, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         rule = _rule_of(name, settings.groups)
@@ -81,11 +68,11 @@ def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[di
         decay = default if rule.weight_decay is None else rule.weight_decay
         # One fused update takes tensors of one mesh.
         mesh = getattr(parameter, "device_mesh", None)
-        by_muon = is_matrix and parameter in muon_parameters
-        groups.setdefault((rule.lr_scale, decay, by_muon, mesh), []).append(parameter)
+        groups.setdefault((rule.lr_scale, decay, is_matrix and parameter in of_blocks, mesh), []).append(parameter)
     return [
-        {"params": parameters, "lr_scale": lr_scale, "weight_decay": decay, "muon": muon}
-        for (lr_scale, decay, muon, _), parameters in groups.items()
+        {"params": parameters, "lr_scale": lr_scale, "weight_decay": decay}
+        | ({settings.name: of_block} if blocks_only else {})
+        for (lr_scale, decay, of_block, _), parameters in groups.items()
     ]
 
 

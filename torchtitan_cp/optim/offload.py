@@ -1,6 +1,6 @@
 """Optimizer state in host memory; during a step, that of a few parameters at a time is on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,18 +9,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
-from torchtitan_cp.optim.muon import matrix_batches
-
-# What one call of the optimizer's own step updates: parameter groups of a few parameters.
-Part = list[dict[str, Any]]
+from torchtitan_cp.optim.optimizers.kind import Groups
 
 
-def keep_state_on_host(optimizer: Optimizer) -> None:
+def keep_state_on_host(optimizer: Optimizer, parts_of: Callable[[Groups], Iterator[Groups]]) -> None:
     """Keep the optimizer's state in pinned host memory, by replacing its `step`.
 
-    The new step updates one parameter at a time while the next one's state is copied to the device; the numbers are
-    those of the optimizer's own step. It updates as many of Muon's matrices at a time as ranks share them, since each
-    of these ranks orthogonalises one.
+    The new step updates one part of the parameters at a time while the next one's state is copied to the device; the
+    numbers are those of the optimizer's own step.
+
+    Args:
+        parts_of: (parameter groups) -> the parts, as groups of a few parameters.
     """
     device = optimizer.param_groups[0]["params"][0].device
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -35,7 +34,7 @@ def keep_state_on_host(optimizer: Optimizer) -> None:
         host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
         return host.copy_(tensor, non_blocking=True)
 
-    def move(part: Part, copy: Callable[[Tensor], Tensor]) -> None:
+    def move(part: Groups, copy: Callable[[Tensor], Tensor]) -> None:
         """Replace the state of these parameters by copies; step counters stay where they are."""
         with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
             for parameter in (parameter for group in part for parameter in group["params"]):
@@ -44,7 +43,7 @@ def keep_state_on_host(optimizer: Optimizer) -> None:
                         optimizer.state[parameter][name] = _map_plain(value, copy)
 
     def step(closure: None = None) -> None:  # torch passes it when it makes the state for a checkpoint
-        groups, parts = optimizer.param_groups, _parts(optimizer.param_groups)
+        groups, parts = optimizer.param_groups, list(parts_of(optimizer.param_groups))
         move(parts[0], to_device)
         try:
             for part, next_part in zip(parts, [*parts[1:], []], strict=True):
@@ -62,12 +61,6 @@ def keep_state_on_host(optimizer: Optimizer) -> None:
             stream.synchronize()  # a checkpoint may read the copies next
 
     optimizer.step = step  # type: ignore[method-assign, assignment]
-
-
-def _parts(groups: list[dict[str, Any]]) -> list[Part]:
-    """One parameter each; Muon's matrices in the batches that it orthogonalises together."""
-    single = [[{**group, "params": [x]}] for group in groups if not group.get("muon") for x in group["params"]]
-    return [*single, *matrix_batches(groups)]
 
 
 def _map_plain(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -42,7 +42,7 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
     experts = meshes.experts if getattr(model, "experts", None) else None
     if experts and config.parallel.ep > 1:
         shard_experts(model, experts[0])
-    if (meshes.tp and config.compile.enable) or config.optimizer.state == "8bit":
+    if meshes.tp and config.compile.enable:
         # torch's cache on disk is keyed by whole DTensors (2.13): a rank could load code for another rank's device, or
         # for a shard of another size or kind. Source: pytorch/pytorch issue 188390.
         functorch_config.enable_autograd_cache = False

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtitan_cp.attention.linear.kernel import CHUNK, PART
+from torchtitan_cp.optim.optimizers import ADAMW, OPTIMIZERS
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import FP32_BYTES, RING, STRATEGY_COSTS
 
-QUANTIZED_MOMENTS = 2 * (1 + 4 / 256)  # bytes of two 8-bit moments, with an fp32 scale for each 256 values
 KINDS = ("weights", "gradients", "optimizer", "block_inputs", "attention", "mlp", "loss", "communication")
 
 
@@ -163,10 +163,11 @@ def _shards(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
     if config.parallel.fsdp_cpu_offload:
         return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     shard = pp_rank.parameters / fsdp
-    moments = QUANTIZED_MOMENTS if config.optimizer.state == "8bit" else 2 * FP32_BYTES
-    # Muon has only a momentum.
-    by_muon = pp_rank.layers * planned.counts.muon / fsdp if config.optimizer.name == "muon" else 0.0
-    state = 0.0 if config.optimizer.offload_state else (shard - by_muon) * moments + by_muon * FP32_BYTES
+    state = 0.0
+    if not config.optimizer.offload_state:
+        kind = OPTIMIZERS[config.optimizer.name]
+        own = pp_rank.layers * planned.counts.matrices / fsdp if kind.blocks_only else shard
+        state = own * kind.state_bytes(config.optimizer) + (shard - own) * ADAMW.state_bytes(config.optimizer)
     return {"weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state}
 
 

@@ -14,7 +14,7 @@ class Parameters:
 
     Attributes:
         block: parameters of one layer; the mean if layers differ.
-        muon: those of the layer's matrices, without norms, biases and sinks.
+        matrices: those of the layer's matrices, without norms, biases and sinks.
         active_matrices: those of the matrices that a token uses; it uses only some experts.
         experts: those of all experts of a layer.
         embedding: V E, and other parameters before the first layer.
@@ -22,7 +22,7 @@ class Parameters:
     """
 
     block: int
-    muon: int
+    matrices: int
     active_matrices: int
     experts: int
     embedding: int

@@ -19,6 +19,7 @@ from torchtitan_cp.curriculum import ResolvedStage, check_head_dim, resolve_stag
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import check_corpus
 from torchtitan_cp.metrics.throughput import layer_costs
+from torchtitan_cp.optim.optimizers import OPTIMIZERS
 from torchtitan_cp.parallel.checks import check_expert_parallel, check_tensor_parallel
 from torchtitan_cp.parallel.pipeline_stages import plan_pipeline
 from torchtitan_cp.training import registry
@@ -61,6 +62,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `registry.config_for_hub`: whether Hugging Face's format can describe a model that each stage is to export.
     - `parallel.checks.check_tensor_parallel`: tp divides heads and MLP; `check_expert_parallel`: ep divides experts.
     - `parallel.pipeline_stages.plan_pipeline`: there are enough layers for pp and the schedule, which this torch has.
+    - `optim.optimizers`: what an optimizer excludes.
     - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
 
     For example, pp = 3 is allowed if the degrees multiply to `ranks`; the architecture supports pipelines
@@ -97,6 +99,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
             kv_transfer=config.context_parallel.kv_transfer,
         )
     degrees = tuple(resolve_degrees(config.parallel, ranks, stage) for stage in config.curriculum.stages)
+    OPTIMIZERS[config.optimizer.name].check(config, {degree.tp for degree in degrees})
     return ResolvedRun(config, ranks, stages, degrees, model_args)
 
 

@@ -15,6 +15,7 @@ from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.corpus.cache import PreparedCorpus
+from torchtitan_cp.optim.optimizers import OPTIMIZERS
 from torchtitan_cp.runtime.consistency import flatten
 from torchtitan_cp.runtime.signals import any_rank
 from torchtitan_cp.training import registry
@@ -68,18 +69,13 @@ def start_progress(config: Config, args: Any, corpus: PreparedCorpus, *, block_t
         block_tokens: tokens that stay together in the data order.
         tp: tensor-parallel degree of the first stage.
     """
-    # Earlier versions trained experts with AdamW under "muon", and the moments of the two differ.
-    muon_experts = config.optimizer.name == "muon" and args.n_experts > 0
-    optimizer = f"{config.optimizer.name}, experts too" if muon_experts else config.optimizer.name
     identity = {
         "model": registry.sizes_of(args),
         "data by source": {name: source.fingerprint[:12] for name, source in corpus.sources.items()},
         "data": corpus.fingerprint,
         "seed": config.training.seed,
-        "optimizer": f"{optimizer}, state in {config.optimizer.state}",
+        **OPTIMIZERS[config.optimizer.name].identity(config.optimizer, args.n_experts, tp),
     }
-    if config.optimizer.state == "8bit":  # torchao quantizes each shard in blocks, which another degree would cut
-        identity["the tensor-parallel degree of 8-bit moments"] = tp
     return Progress(identity=identity, block_tokens=block_tokens, data_order={"order": config.data.order})
 
 

@@ -18,6 +18,7 @@ from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.offload import keep_state_on_host
+from torchtitan_cp.optim.optimizers import OPTIMIZERS
 
 
 def build_on_ranks(settings: Optimizer) -> tuple[Net, torch.optim.Optimizer]:
@@ -76,7 +77,7 @@ def test_numbers_come_from_the_file_and_not_from_the_checkpoint(
 def train_sharded(settings: Optimizer, on_host: bool) -> list[Tensor]:
     model, optimizer = build_on_ranks(settings)
     if on_host:
-        keep_state_on_host(optimizer)
+        keep_state_on_host(optimizer, OPTIMIZERS[settings.name].parts)
     train(model, optimizer, 3)
     return weights(model)
 
@@ -106,7 +107,7 @@ def steps_in_8_bits(settings: Optimizer, folder: str, load: bool, on_host: bool 
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = build_optimizer(model, settings)
     if on_host:
-        keep_state_on_host(optimizer)
+        keep_state_on_host(optimizer, OPTIMIZERS[settings.name].parts)
 
     def train_on(first: int, last: int) -> None:
         for step in range(first, last):

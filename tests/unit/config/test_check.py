@@ -220,10 +220,6 @@ def test_no_stage_is_refused() -> None:
             "training.float8 does not work with parallel.tp above 1",
         ),
         (
-            {"parallel": Parallel(fsdp_cpu_offload=True), "optimizer": Optimizer(name="muon")},
-            "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon'",
-        ),
-        (
             {"parallel": Parallel(tp=2, dp_shard=1)},
             "seq_len = 1025 cannot be shared by cp = 1 and tp = 2: it is not divisible by 2\n  fix: use 1024 or 1026",
         ),
@@ -398,12 +394,6 @@ def test_a_gate_at_a_length_that_the_ranks_cannot_share_is_refused() -> None:
 def test_prompts_that_cannot_ask_or_be_shared_are_refused(passkey: Passkey, message: str) -> None:
     stage = dataclasses.replace(STAGE, cp=8)
     assert message in refuse(config_with(stage, evaluation=Evaluation(passkey=passkey)), 8)
-
-
-def test_moments_of_8_bits_keep_one_tp() -> None:
-    split, eight = dataclasses.replace(STAGE, tp=2), Optimizer(state="8bit")
-    assert "'8bit' does not work with stages of different tp" in refuse(config_with(STAGE, split, optimizer=eight), 2)
-    check_config(config_with(split, split, optimizer=eight), 2)
 
 
 def test_a_rank_alone_is_measured_at_odd_lengths() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.support.small_net import assert_same, names_of, small_net, train, weights
-from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config import ConfigError, names
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
 from torchtitan_cp.optim.build import build_optimizer, check_rules, set_learning_rates
 from torchtitan_cp.optim.offload import keep_state_on_host
+from torchtitan_cp.optim.optimizers import OPTIMIZERS
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
@@ -30,7 +31,7 @@ def test_biases_of_experts_and_norms_of_heads_are_no_matrices_though_they_have_t
     model.layers[0].gate_up_proj_bias = torch.nn.Parameter(torch.zeros(4, 6))
     model.layers[0].q_norm = torch.nn.LayerNorm((4, 6), bias=False)
     groups = build_optimizer(model, Optimizer(name=name, weight_decay=0.3)).param_groups
-    others = [names_of(model, group) for group in groups if group["weight_decay"] == 0.0 and not group["muon"]]
+    others = [names_of(model, group) for group in groups if group["weight_decay"] == 0.0 and not group.get("muon")]
     assert {"layers.0.gate_up_proj_bias", "layers.0.q_norm.weight"} <= set.union(*others)
 
 
@@ -80,7 +81,7 @@ def test_state_kept_on_the_host_changes_no_step_and_is_fetched_a_parameter_at_a_
     optimizer, other = (build_optimizer(m, Optimizer(**options)) for m in (model, twin))
     taken: list[list[int]] = []
     optimizer.register_step_pre_hook(lambda *_: taken.append([len(g["params"]) for g in optimizer.param_groups]))
-    keep_state_on_host(optimizer)
+    keep_state_on_host(optimizer, OPTIMIZERS[options.get("name", "adamw")].parts)
     groups = optimizer.param_groups
     for _ in range(3):
         train(model, optimizer, 1)
@@ -106,3 +107,7 @@ def test_a_missing_torchao_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=re.escape("pip install 'torchtitan-cp[float8]'")):
         build_optimizer(small_net(), Optimizer(state="8bit"))
+
+
+def test_config_and_registry_name_the_same_optimizers() -> None:
+    assert tuple(OPTIMIZERS) == names.OPTIMIZERS

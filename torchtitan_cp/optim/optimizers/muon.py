@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from torchtitan_cp.attention.local_shard import local_tensor
+from torchtitan_cp.config import Config, ConfigError, sections
+from torchtitan_cp.optim.optimizers import adamw
+from torchtitan_cp.optim.optimizers.kind import Groups, OptimizerKind, one_parameter_each
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -61,7 +64,7 @@ class Muon(Optimizer):
         return gradient.lerp(state["momentum_buffer"], group["momentum"]).to(self._dtype)
 
 
-def matrix_batches(groups: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def matrix_batches(groups: Groups) -> Iterator[Groups]:
     """Yield Muon's matrices that have a gradient, each as a group of its own, in batches.
 
     A batch has one matrix for each rank of their mesh to orthogonalise, the largest first, so that a batch has equal
@@ -141,3 +144,38 @@ def orthogonalize(matrix: Tensor) -> Tensor:
         gram = wide @ wide.mT
         wide = add_product(wide, add_product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return (wide.mT if tall else wide).contiguous()
+
+
+def build(groups: Groups, settings: sections.Optimizer, compute_dtype: torch.dtype) -> Optimizer:
+    """Muon, which computes in `compute_dtype`, over the groups with `muon` True, and AdamW over the others."""
+    rest = adamw.build([group for group in groups if not group["muon"]], settings, compute_dtype)
+    matrices = [group for group in groups if group["muon"]]
+    return Muon(matrices, rest, momentum=settings.muon_momentum, dtype=compute_dtype)
+
+
+def identity(settings: sections.Optimizer, n_experts: int, tp: int) -> dict[str, Any]:
+    """See OptimizerKind. Runs of earlier versions may have trained experts with AdamW, whose moments differ."""
+    same = adamw.identity(settings, n_experts, tp)
+    if n_experts:
+        same["optimizer"] = f"muon, experts too, state in {settings.state}"
+    return same
+
+
+def check(config: Config, tp_degrees: set[int]) -> None:
+    """See OptimizerKind."""
+    adamw.check(config, tp_degrees)
+    if config.parallel.fsdp_cpu_offload:
+        raise ConfigError(
+            "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon', whose ranks exchange whole matrices",
+            fix="use adamw, or optimizer.offload_state = true instead of parallel.fsdp_cpu_offload",
+        )
+
+
+def parts(groups: Groups) -> Iterator[Groups]:
+    """A parameter each of AdamW's, and the batches that ranks orthogonalise together."""
+    yield from one_parameter_each([group for group in groups if not group["muon"]])
+    yield from matrix_batches(groups)
+
+
+# A momentum is all its state.
+MUON = OptimizerKind(build, lambda settings: 4.0, identity, check, blocks_only=True, parts=parts)
