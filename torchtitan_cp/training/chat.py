@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -104,6 +105,19 @@ def end_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
         with suppress(ConfigError):
             behind = _write_around(template, [question, called], ANSWER, asks=False, tools=SAMPLE_TOOLS)[1]
             found |= {token for token in _encode(behind.rstrip(), tokenizer)[-1:] if not tokenizer.decode([token])}
+    return frozenset(found)
+
+
+def end_tokens_of(templates: Sequence[ChatTemplate], tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end an answer or a call under any of these templates.
+
+    Raises:
+        ConfigError: as end_tokens, of the first. Of the others those that it would be raised for are left out.
+    """
+    found = set(end_tokens(templates[0], tokenizer) if templates else ())
+    for template in templates[1:]:
+        with suppress(ConfigError):
+            found |= end_tokens(template, tokenizer)
     return frozenset(found)
 
 

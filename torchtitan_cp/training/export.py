@@ -4,7 +4,6 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torchtitan_cp.data.corpus.chat import CONFIG_FILE, ChatTemplate
 from torchtitan_cp.data.corpus.store import read_json, write_json
 from torchtitan_cp.data.corpus.tokenizer import SPACE_MARK, SentencePieceTokenizer, Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
-from torchtitan_cp.training.chat import chat_templates_of, end_tokens
+from torchtitan_cp.training.chat import chat_templates_of, end_tokens_of
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.registry import args_from, config_for_hub, hub_config, hub_of, start_folder
 
@@ -197,10 +196,7 @@ def _write_settings(
         logger.warning("the sources have different chat templates; %s has that of the first with conversations", out)
     write_tokenizer(saved.config, tokenizer, next(iter(templates), None), saved.stage.seq_len, out)
     stored_ends = generation.get("eos_token_id")
-    ends = {*end_tokens(templates[0], tokenizer)} if templates else {tokenizer.eos_id}
-    for further in templates[1:]:
-        with suppress(ConfigError):  # it does not take a question and its answer
-            ends |= end_tokens(further, tokenizer)
+    ends: set[Any] = {tokenizer.eos_id, *end_tokens_of(templates, tokenizer)}
     ends |= {*stored_ends} if isinstance(stored_ends, list) else {stored_ends}
     generation["eos_token_id"] = sorted(ends - {None})
     write_json(out / "generation_config.json", generation)

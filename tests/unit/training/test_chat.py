@@ -13,7 +13,14 @@ from torchtitan_cp.config.sections import Passkey
 from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from torchtitan_cp.evaluation.prompts import VARIANTS, PromptWriter
-from torchtitan_cp.training.chat import chat_template_of, chat_templates_of, encode_turns, end_tokens, prompt_frame
+from torchtitan_cp.training.chat import (
+    chat_template_of,
+    chat_templates_of,
+    encode_turns,
+    end_tokens,
+    end_tokens_of,
+    prompt_frame,
+)
 from torchtitan_cp.training.evaluator import Evaluator
 
 CHATML = plain("chatml")
@@ -52,6 +59,10 @@ def test_an_answer_and_a_call_end_as_each_template_that_is_used_writes_them(tmp_
     needs_tools = "{{ tools[0].function.name }}" + plain("llama3")
     assert ends(CHATML, tool_use=needs_tools) == {"</s>", "<|im_end|>", "<|eot_id|>"}
     assert ends("", tool_use=needs_tools) == {"</s>", "<|eot_id|>"}
+    templates = [ChatTemplate(source) for source in (CHATML, "{{ raise_exception('no') }}", plain("llama3"))]
+    found = end_tokens_of(templates, tokenizer)
+    assert {SPECIAL[token] for token in found} == {"</s>", "<|im_end|>", "<|eot_id|>"}
+    assert end_tokens_of([], tokenizer) == frozenset()
     as_text = (
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments + '<|call|>' }}"
     )
