@@ -222,7 +222,7 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     text, learned = template.render_with_mask(messages, tools, source.loss_on)
     if re.search("[\ud800-\udfff]", text):
         raise BadRecordError("a lone surrogate")
-    check_is_written(messages, tools, text, learned_messages(messages, source.loss_on), template.render)
+    check_is_written(messages, tools, learned_messages(messages, source.loss_on), template.render)
     if not learned:
         raise BadRecordError("nothing to learn")
     return text, learned

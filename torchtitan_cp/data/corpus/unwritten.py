@@ -36,19 +36,18 @@ class Piece(NamedTuple):
     end: str = ""
 
 
-def check_is_written(messages: Messages, tools: Any, text: str, learned: Sequence[int], render: Render) -> None:
-    """Refuse a text that lacks a piece of its conversation.
+def check_is_written(messages: Messages, tools: Any, learned: Sequence[int], render: Render) -> None:
+    """Refuse a conversation of which the template does not write a piece.
 
-    Templates drop the reasoning of turns before the last question, as they do when a model answers; so may the text,
-    where such a turn is not learned.
+    Templates drop the reasoning of turns before the last question, as they do when a model answers. They may, in turns
+    that are not learned.
 
     Args:
-        text: of messages and tools.
         learned: indices of the messages that are learned.
         render: writes messages and tools.
 
     Raises:
-        BadRecordError: the first piece that it lacks.
+        BadRecordError: the first such piece.
     """
     pieces = list(_pieces(messages, tools))
     marks = [f"\ue000{number}\ue001" for number in range(len(pieces))]
@@ -57,27 +56,24 @@ def check_is_written(messages: Messages, tools: Any, text: str, learned: Sequenc
     except BadRecordError:
         marked_text = ""
     for piece, mark in zip(pieces, marks, strict=True):
-        if mark in marked_text or _changes_text(piece, messages, tools, text, render):
+        if mark in marked_text or _changes_text(piece, messages, tools, render):
             continue
         verb = "does not write"
-        if piece.kind == "reasoning":
-            turns = messages[: piece.message + 1]
-            if _changes_text(piece, turns, tools, render(turns, tools), render):
-                verb = "leaves out of earlier turns"
+        if piece.kind == "reasoning" and _changes_text(piece, messages[: piece.message + 1], tools, render):
+            verb = "leaves out of earlier turns"
         if verb == "does not write" or piece.message in learned:
             owner = f"of the {messages[piece.message]['role']}: " if piece.message >= 0 else ""
             raise BadRecordError(f"{piece.kind} that the template {verb}", f"{owner}{piece.shown!r:.80}")
 
 
-def _changes_text(piece: Piece, messages: Messages, tools: Any, text: str, render: Render) -> bool:
+def _changes_text(piece: Piece, messages: Messages, tools: Any, render: Render) -> bool:
     """Whether another piece gives another text. A template that refuses it reads it."""
-    for before in (False, True):
-        try:
-            if render(*_marked(messages, tools, [(piece, "\ue000\ue001")], before=before)) != text:
-                return True
-        except BadRecordError:
-            return True
-    return False
+    mark = [(piece, "\ue000\ue001")]
+    try:
+        text = render(messages, tools)
+        return any(render(*_marked(messages, tools, mark, before=before)) != text for before in (False, True))
+    except BadRecordError:
+        return True
 
 
 def _marked(messages: Messages, tools: Any, marks: Any, *, before: bool = False) -> tuple[Messages, Any]:
