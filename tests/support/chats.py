@@ -87,6 +87,24 @@ def write_llama_model(path: Path, **options: Any) -> Path:
     return path
 
 
+FORMS = ("one", "one file", "list", "dict", "files", "files over a list", "no default", "tool_use file over one")
+
+
+def write_templates(folder: Path, form: str, default: str, tool_use: str) -> dict[str, Any]:
+    """Write the template files of a form, where it has some. Returns what tokenizer_config.json says of templates."""
+    named = {"default": default, "tool_use": tool_use, "rag": "{{ documents[0] }}"}
+    stored = [{"name": name, "template": text} for name, text in named.items()]
+    if form in ("one file", "files", "files over a list"):
+        (folder / "chat_template.jinja").write_text(default)
+    if form in ("files", "files over a list", "no default", "tool_use file over one"):
+        (folder / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(named[name])
+    config: dict[str, Any] = {"one": default, "tool_use file over one": default, "list": stored, "dict": named}
+    config["files over a list"] = [{"name": name, "template": "stale"} for name in named]
+    return {"chat_template": config[form]} if form in config else {}
+
+
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
     """JSON lines; a string is a line as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)

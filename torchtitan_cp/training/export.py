@@ -19,11 +19,11 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Rope
-from torchtitan_cp.data.corpus.chat import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
+from torchtitan_cp.data.corpus.chat import CONFIG_FILE, ChatTemplate
 from torchtitan_cp.data.corpus.store import read_json, write_json
 from torchtitan_cp.data.corpus.tokenizer import SPACE_MARK, SentencePieceTokenizer, Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
-from torchtitan_cp.training.chat import chat_template_of, end_tokens
+from torchtitan_cp.training.chat import chat_templates_of, end_tokens_of
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.registry import args_from, config_for_hub, hub_config, hub_of, start_folder
 
@@ -111,7 +111,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
     try:
         _write_weights(saved, to_hub, unfinished, getattr(torch, dtype))
         _write_settings(saved, config, args, length, tokenizer, dtype, unfinished)
-        for path in (*unfinished.iterdir(), unfinished):
+        for path in (*unfinished.rglob("*"), unfinished):
             sync(path)
         unfinished.rename(out)
         sync(out.parent)
@@ -191,10 +191,12 @@ def _write_settings(
     write_json(out / "config.json", values)
     stored = read_json(weights_folder / "generation_config.json") if weights_folder else None
     generation = stored or {"eos_token_id": values.get("eos_token_id")}
-    template = chat_template_of(saved.config)
-    write_tokenizer(saved.config, tokenizer, template, saved.stage.seq_len, out)
+    templates = chat_templates_of(saved.config)
+    if len(templates) > 1:
+        logger.warning("the sources have different chat templates; %s has that of the first with conversations", out)
+    write_tokenizer(saved.config, tokenizer, next(iter(templates), None), saved.stage.seq_len, out)
     stored_ends = generation.get("eos_token_id")
-    ends = {*end_tokens(template, tokenizer)} if template else {tokenizer.eos_id}
+    ends: set[Any] = {tokenizer.eos_id, *end_tokens_of(templates, tokenizer)}
     ends |= {*stored_ends} if isinstance(stored_ends, list) else {stored_ends}
     generation["eos_token_id"] = sorted(ends - {None})
     write_json(out / "generation_config.json", generation)
@@ -203,7 +205,7 @@ def _write_settings(
 def write_tokenizer(
     config: Config, tokenizer: Tokenizer, template: ChatTemplate | None, length: int, out: Path
 ) -> None:
-    """Write the tokenizer's files and the chat template so that transformers' AutoTokenizer reads text as training did.
+    """Write the tokenizer's files and chat templates so that transformers' AutoTokenizer reads text as training did.
 
     Args:
         config: of the run.
@@ -213,11 +215,13 @@ def write_tokenizer(
     for name, path in tokenizer_files(settings, tokenizer, start_folder(config.model)).items():
         shutil.copyfile(path, out / name)
     if template:
-        (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+        template.save(out)
     if tokenizer.path:
         # Without a class, transformers makes a tokenizer of the model's family, which may split text differently.
         values: dict[str, Any] = {"tokenizer_class": PLAIN_CLASS, "eos_token": tokenizer.eos_token}
         values |= (template.variables if template else {}) | (read_json(out / CONFIG_FILE) or {})
+        if template:
+            values.pop("chat_template", None)  # the files are the run's, this need not be
         if (values.get("model_max_length") or length) < length:
             values["model_max_length"] = length
         write_json(out / CONFIG_FILE, values)

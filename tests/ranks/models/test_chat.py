@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tests.support.chats import SPECIAL, marked, system, turns, write_rows, write_tokenizer
+from tests.support.chats import SPECIAL, marked, plain, system, turns, write_rows, write_tokenizer
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, prepared, train, write_run
 from torchtitan_cp.checkpoint.weights import open_saved_model
@@ -56,6 +56,8 @@ def test_a_run_answers_lines_and_its_export_has_the_template(
     elif place == "chat_template.jinja":  # and no tokenizer_config.json
         (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
         (tmp_path / "tokenizer" / place).write_text(TEMPLATE)
+        (tmp_path / "tokenizer" / "additional_chat_templates").mkdir()
+        (tmp_path / "tokenizer" / "additional_chat_templates" / "tool_use.jinja").write_text(plain("llama3"))
     else:
         (tmp_path / "own.jinja").write_text(TEMPLATE)
         rows = write_rows(tmp_path / "chats.jsonl", [{"messages": turns("What?", "This.")}] * 40)
@@ -81,7 +83,11 @@ def test_a_run_answers_lines_and_its_export_has_the_template(
         assert theirs.apply_chat_template(MESSAGES, **options) == ids.tolist()
         assert END in ids[:3]
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == [END, END_TURN]
+    if place == "chat_template.jinja":
+        assert generation["eos_token_id"] == [END, END_TURN, SPECIAL.index("<|eot_id|>")]
+        assert theirs.chat_template == {"default": TEMPLATE, "tool_use": plain("llama3")}
+    else:
+        assert generation["eos_token_id"] == [END, END_TURN]
     if place == "tokenizer_config.json":
         assert theirs.model_max_length == 777
 

@@ -278,6 +278,58 @@ def test_whether_a_template_teaches_to_end_an_answer(turn: str | None, teaches: 
         assert [template.teaches_to_end(loss_on) for loss_on in ("assistant", "all")] == [teaches, True], source
 
 
+@pytest.mark.parametrize("loss_on", ["assistant", "last_assistant", "all"])
+@pytest.mark.parametrize(
+    ("default", "tool_use"),
+    [
+        (marked("qwen3"), marked("llama3")),
+        (marked("qwen3"), plain("llama3")),
+        (plain("chatml"), marked("mistral")),
+        (plain("llama3"), plain("mistral")),
+    ],
+    ids=["marked", "default marked", "tool_use marked", "plain"],
+)
+def test_what_is_learned_follows_from_the_template_that_the_tools_choose(
+    default: str, tool_use: str, loss_on: str
+) -> None:
+    template = ChatTemplate(default, VARIABLES, {"tool_use": tool_use, "rag": "{% if %}"})
+    weighted = [*TOOL_ROW[:2], {**TOOL_ROW[2], "weight": 0}, *TOOL_ROW[3:]]
+    for messages in (TOOL_ROW, weighted):
+        alone = ChatTemplate(tool_use, VARIABLES).render_with_mask(messages, TOOLS, loss_on)
+        assert template.render_with_mask(messages, TOOLS, loss_on) == alone
+        assert alone[1]
+    for tools in (None, []):
+        alone = ChatTemplate(default if tools is None else tool_use, VARIABLES).render_with_mask(turns("a", "b"), tools)
+        assert template.render_with_mask(turns("a", "b"), tools) == alone
+
+
+def test_the_template_that_has_a_fault_is_named(tmp_path: Path) -> None:
+    mute = (
+        "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    for named, teaches in (({"tool_use": mute}, False), ({"tool_use": plain("qwen3"), "rag": mute}, True)):
+        assert ChatTemplate(plain("chatml"), VARIABLES, named).teaches_to_end("assistant") is teaches
+    changes = ChatTemplate(plain("chatml"), VARIABLES, {"tool_use": plain("qwen3")})
+    with pytest.raises(DataError, match=r"the chat template tool_use changes message 2 \(assistant\)") as caught:
+        changes.render_with_mask(turns("a", "b", "c", "d"), TOOLS)
+    assert "beside the tokenizer as additional_chat_templates/tool_use.jinja; or set loss_on" in str(caught.value)
+    no_default = ChatTemplate("", VARIABLES, {"tool_use": plain("qwen3")})
+    with pytest.raises(BadRecordError, match=r"'no chat template named default', 'there are: tool_use'"):
+        no_default.render(turns("a"))
+    assert no_default.render(turns("a"), TOOLS)
+
+    data = Data(source="jsonl", messages_field="messages")
+    stored = {"default": plain("chatml"), "../up": plain("chatml"), "tool_use": "{% if %}", "rag": "{% for %}"}
+    path = write_tokenizer(tmp_path, chat_template=[{"name": n, "template": t} for n, t in stored.items()])
+    with pytest.raises(DataError, match=r"the chat template is not valid Jinja"):
+        find_chat_template(data, TokenizerConfig("huggingface", str(path)), None)
+    stored["tool_use"] = plain("qwen3")
+    path = write_tokenizer(tmp_path, chat_template=stored)
+    found = find_chat_template(data, TokenizerConfig("huggingface", str(path)), None)
+    assert found
+    assert sorted(found.named) == ["rag", "tool_use"], "a name with a folder is none of a file"
+
+
 def test_a_template_that_refuses_messages_says_why() -> None:
     with pytest.raises(BadRecordError, match="user and assistant must take turns"):
         ChatTemplate(plain("mistral"), VARIABLES).render([*turns("a"), *turns("b")])
@@ -307,9 +359,10 @@ def test_a_template_is_found_in_the_config_the_tokenizers_files_or_the_checkpoin
         assert found
         return found
 
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "of config"}]
+    named = [{"name": "tool_use", "template": "of tools"}, {"name": "default", "template": "of config"}]
     path = write_tokenizer(tmp_path / "own", chat_template=named, bos_token={"content": "<b>"}, add_bos_token=True)
-    assert find(path=str(path)) == ChatTemplate("of config", {"bos_token": "<b>", "eos_token": "</s>"})
+    variables = {"bos_token": "<b>", "eos_token": "</s>"}
+    assert find(path=str(path)) == ChatTemplate("of config", variables, {"tool_use": "of tools"})
     hub = tmp_path / "hub"
     hub.mkdir()
     (hub / "chat_template.jinja").write_text("of hub")
@@ -327,7 +380,7 @@ def test_a_template_is_found_in_the_config_the_tokenizers_files_or_the_checkpoin
     assert "fix: set data.chat_template to a file with a Jinja template, or put chat_template.jinja or" in str(
         caught.value
     )
-    for chat_template in ({"default": "no list"}, ["no names"], [{"name": "default"}], 5):
+    for chat_template in ({"default": {}}, ["no names"], [{"name": "default"}], [{"template": "no name"}], 5):
         path = write_tokenizer(tmp_path / "odd", chat_template=chat_template, bos_token={"id": 1})
         with pytest.raises(DataError, match="data holds conversations, and there is no chat template"):
             find(path=str(path))

@@ -172,8 +172,11 @@ def test_an_answer_without_content_needs_a_call_that_is_not_empty(tmp_path: Path
     keys: list[dict[str, Any]] = [{"tool_calls": None}, {"tool_calls": []}, {"name": "x"}]
     answers = [{"role": "assistant", "content": None, **key} for key in keys]
     rows = [{"messages": [*turns("a"), answer]} for answer in (*answers, {**call(), "content": None})]
-    template = SIMPLE.replace("message.role + '>' + message.content", "message.role ~ '>' ~ message.content")
-    assert read(data_of(tmp_path, rows, template)) == ["<user>a<assistant>[None$]"], "the template's own word for null"
+    template = SIMPLE.replace(
+        "message.role + '>' + message.content", "message.role ~ '>' ~ message.content ~ message.tool_calls"
+    )
+    [text] = read(data_of(tmp_path, rows, template))
+    assert text == f"<user>a<assistant>[{call()['tool_calls']}$]", "null is as no key, as in transformers"
 
 
 def test_a_source_without_a_good_row_is_an_error(tmp_path: Path) -> None:

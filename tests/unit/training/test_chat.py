@@ -13,7 +13,14 @@ from torchtitan_cp.config.sections import Passkey
 from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from torchtitan_cp.evaluation.prompts import VARIANTS, PromptWriter
-from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens, prompt_frame
+from torchtitan_cp.training.chat import (
+    chat_template_of,
+    chat_templates_of,
+    encode_turns,
+    end_tokens,
+    end_tokens_of,
+    prompt_frame,
+)
 from torchtitan_cp.training.evaluator import Evaluator
 
 CHATML = plain("chatml")
@@ -37,6 +44,30 @@ def test_an_answer_ends_at_the_end_of_text_and_at_special_tokens_right_behind_it
     assert end_tokens(unmarked, tokenizer) == {END}, "a line break ends no answer"
     two = ChatTemplate(CHATML.replace("<|im_end|>", "<|im_end|><|im_start|>"))
     assert end_tokens(two, tokenizer) == {END, START_TURN, END_TURN}
+
+
+def test_an_answer_and_a_call_end_as_each_template_that_is_used_writes_them(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(write_tokenizer(tmp_path))
+
+    def ends(default: str, **named: str) -> set[str]:
+        found = end_tokens(ChatTemplate(default, VARIABLES, named), tokenizer)
+        return {SPECIAL[token] for token in found}
+
+    assert ends(plain("gpt_oss")) == {"</s>", "<|return|>", "<|call|>"}
+    assert ends(plain("mistral")) == {"</s>"}, "two tokens in brackets begin a call"
+    assert ends(CHATML, tool_use=plain("llama3"), rag=plain("gemma3")) == {"</s>", "<|im_end|>", "<|eot_id|>"}
+    needs_tools = "{{ tools[0].function.name }}" + plain("llama3")
+    assert ends(CHATML, tool_use=needs_tools) == {"</s>", "<|im_end|>", "<|eot_id|>"}
+    assert ends("", tool_use=needs_tools) == {"</s>", "<|eot_id|>"}
+    templates = [ChatTemplate(source) for source in (CHATML, "{{ raise_exception('no') }}", plain("llama3"))]
+    found = end_tokens_of(templates, tokenizer)
+    assert {SPECIAL[token] for token in found} == {"</s>", "<|im_end|>", "<|eot_id|>"}
+    assert end_tokens_of([], tokenizer) == frozenset()
+    as_text = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments + '<|call|>' }}"
+    )
+    assert ends(as_text + "{% endfor %}<|end|>\n{% endfor %}") == {"</s>", "<|end|>"}
+    assert ends(as_text + "{% endfor %}\n{% endfor %}") == {"</s>", "<|call|>"}
 
 
 @pytest.mark.parametrize("kind", ["bytes", "huggingface"])
@@ -105,6 +136,10 @@ def test_a_run_takes_the_template_of_its_conversations_and_else_of_its_tokenizer
     found = chat_template_of(config_of(tmp_path, *lines, *sources))
     assert found
     assert found.source == "own"
+    more = ["[[data.sources]]", 'name = "more"', 'source = "python-docstrings"']
+    more += ["[[data.sources]]", 'name = "most"', 'source = "python-docstrings"']
+    run = config_of(tmp_path, *lines, *sources, *more)
+    assert [template.source for template in chat_templates_of(run)] == ["own", CHATML]
 
 
 def test_retrieval_is_left_out_where_the_template_takes_no_question(tmp_path: Path) -> None:

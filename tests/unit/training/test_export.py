@@ -9,11 +9,11 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from tests.support.chats import write_llama_model, write_tokenizer
+from tests.support.chats import FORMS, plain, write_llama_model, write_templates, write_tokenizer
 from tests.support.disks import failing_lists
 from torchtitan_cp.config.sections import Config, Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus.chat import ChatTemplate
+from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
 from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, train_sentencepiece
 from torchtitan_cp.training.export import start_exports
 from torchtitan_cp.training.export import write_tokenizer as export_tokenizer
@@ -69,6 +69,23 @@ def test_transformers_reads_text_as_training_did(kind: str, tmp_path: Path, capl
         assert (theirs.eos_token, theirs.eos_token_id) == (tokenizer.eos_token, tokenizer.eos_id)
         assert theirs.decode(theirs(TEXTS[0])["input_ids"]) == tokenizer.decode(tokenizer.encode_batch(TEXTS)[0])
     assert not caplog.records
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transformers_loads_all_templates_of_the_tokenizer_or_the_one_that_was_given(form: str, tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "its")
+    stored = write_templates(path.parent, form, plain("chatml"), plain("qwen3"))
+    write_tokenizer(path.parent, **stored)
+    settings = TokenizerConfig(kind="huggingface", path=str(path))
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    for given in ("", str(tmp_path / "own.jinja")):
+        data = Data(source="python-docstrings", chat_template=given)
+        template, out = find_chat_template(data, settings, None), tmp_path / f"out{bool(given)}"
+        out.mkdir()
+        export_tokenizer(Config(tokenizer=settings, data=data), load_tokenizer(settings), template, 64, out)
+        exported, own = (AutoTokenizer.from_pretrained(folder).chat_template for folder in (out, path.parent))
+        assert exported == ("{{ messages }}" if given else own)
+        assert "chat_template" not in json.loads((out / "tokenizer_config.json").read_text())
 
 
 def test_transformers_reads_conversations_as_training_did(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,9 +16,13 @@ from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
 from torchtitan_cp.data.corpus.store import read_json
 from torchtitan_cp.data.corpus.tokenizer import END_NAME, load_tokenizer
+from torchtitan_cp.data.corpus.unwritten import check_is_written
 from torchtitan_cp.data.errors import DataError
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE_FOLDER = "additional_chat_templates"  # files named for their templates
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of the templates for conversations without tools and with some
+SAMPLE_TOOLS = [{"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}]
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 TODAY = datetime(2024, 7, 26)  # for every template, so that tokens depend on no day; the default of Llama 3.1's
@@ -29,21 +34,47 @@ Ranges = list[tuple[int, int]]  # (start, stop) of characters, in order and apar
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How a model's conversations are written. It runs as in transformers, in jinja2's sandbox.
+    """How a model's conversations are written: by one template, or by several with names, as in transformers.
+
+    They run as there, in jinja2's sandbox.
 
     Attributes:
-        source: Jinja text.
+        source: Jinja text of the template named `default`; empty if there is none.
         variables: what it reads beside the messages: bos_token, eos_token and others.
+        named: Jinja text of the others, by name. `tool_use` writes the conversations that have tools.
     """
 
     source: str
     variables: dict[str, str] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
+
+    def _choose(self, tools: Any) -> tuple[str, str]:
+        """Name and text of the template for a conversation with these tools.
+
+        Raises:
+            BadRecordError: there is none.
+        """
+        name = TOOL_USE if tools is not None and TOOL_USE in self.named else DEFAULT
+        source = self.named.get(name, self.source)
+        if not source:
+            raise BadRecordError("no chat template named default", f"there are: {', '.join(self.named)}")
+        return name, source
+
+    def save(self, folder: Path) -> None:
+        """Write the templates to a tokenizer's folder as transformers does, in place of those that are there."""
+        shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
+        (folder / TEMPLATE_FILE).unlink(missing_ok=True)
+        for name, text in {DEFAULT: self.source, **self.named}.items():
+            path = folder / (TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja")
+            if text:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text, encoding="utf-8")
 
     def render(self, messages: Messages, tools: Any = None, *, add_generation_prompt: bool = False) -> str:
         """The text of messages.
 
         Args:
-            tools: that the assistant may call, a list of JSON schemas.
+            tools: that the assistant may call, a list of JSON schemas; None: the row has no such list.
             add_generation_prompt: the text ends where the assistant's turn begins.
 
         Raises:
@@ -54,11 +85,14 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, tools: Any, **settings: Any) -> tuple[str, Ranges]:
         utils = import_extra("transformers.utils.chat_template_utils", extra="hub", needed_by="a chat template")
-        settings |= {"chat_template": self.source, **self.variables}
+        source = self._choose(tools)[1]
+        settings |= {"chat_template": source, **self.variables}
+        # As apply_chat_template does: many templates would print the null.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             # render_jinja_template takes no function as a variable, but gets the template from the same cache.
-            utils._compile_jinja_template(self.source).globals["strftime_now"] = TODAY.strftime
-            [text], marks = utils.render_jinja_template([list(messages)], tools=tools or None, **settings)
+            utils._compile_jinja_template(source).globals["strftime_now"] = TODAY.strftime
+            [text], marks = utils.render_jinja_template([given], tools=tools, **settings)
         except Exception as error:  # a template raises whatever its author chose
             raise BadRecordError("template error", f"{type(error).__name__}: {error}") from error
         return text, marks[0] if marks else []
@@ -77,15 +111,16 @@ class ChatTemplate:
             BadRecordError: as render.
             DataError: as _find_message.
         """
-        marked = GENERATION_MARK.search(self.source) is not None
+        name, source = self._choose(tools)
+        marked = GENERATION_MARK.search(source) is not None
         text, marks = self._render(messages, tools, return_assistant_tokens_mask=marked)
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        chosen = {"assistant": answers, "last_assistant": answers[-1:], "all": range(len(messages))}[loss_on]
-        learned = [i for i in chosen if messages[i].get("weight") != 0 and messages[i].get("train") is not False]
+        answers, learned = _answers(messages), learned_messages(messages, loss_on)
         fix = f"remove weight and train from messages, with loss_on = '{'assistant' if marked else 'all'}'"
         if not marked and loss_on != "all":
             fix = "put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the template, "
-            fix += "and give it as chat_template"
+            file = TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"
+            with_others = f"put it, with files of the other templates, beside the tokenizer as {file}"
+            fix += f"and {with_others if self.named else 'give it as chat_template'}"
         if loss_on == "all" and len(learned) == len(messages):
             ranges = [(0, len(text))]
         elif loss_on == "all" or not marked:
@@ -135,21 +170,38 @@ class ChatTemplate:
             problem = f"begins {message} otherwise than its generation prompt, which ends in {before[-30:]!r}"
         elif after_prompt and any(later["role"] == "assistant" for later in messages[index + 1 :]):
             fix += "; or set loss_on = 'last_assistant'"
-        raise DataError(f"the chat template {problem}, so what is learned cannot be found in the text", fix=fix)
+        name = f" {self._choose(tools)[0]}" * bool(self.named)
+        raise DataError(f"the chat template{name} {problem}, so what is learned cannot be found in the text", fix=fix)
 
     def teaches_to_end(self, loss_on: str) -> bool:
         """Whether something after the text of an answer is learned too, as the token that ends a turn should be.
 
-        True if the template writes neither of the two conversations that it is tried on.
+        It holds without tools and with some. A template that writes neither of the two conversations that it is tried
+        on does not count.
         """
-        answer, found = "ANSWERPLACE", list[bool]()
-        for turns in (("user", "assistant", "user"), ("user", "assistant")):
-            messages = [{"role": role, "content": answer if role == "assistant" else role} for role in turns]
-            with suppress(BadRecordError, DataError):
-                text, ranges = self.render_with_mask(messages, loss_on=loss_on)
-                end = text.find(answer) + len(answer)
-                found.append(any(text[max(start, end) : stop].strip() for start, stop in ranges))
-        return any(found) or not found
+        answer = "ANSWERPLACE"
+        for tools in (None, SAMPLE_TOOLS):
+            found = list[bool]()
+            for turns in (("user", "assistant", "user"), ("user", "assistant")):
+                messages = [{"role": role, "content": answer if role == "assistant" else role} for role in turns]
+                with suppress(BadRecordError, DataError):
+                    text, ranges = self.render_with_mask(messages, tools, loss_on)
+                    end = text.find(answer) + len(answer)
+                    found.append(any(text[max(start, end) : stop].strip() for start, stop in ranges))
+            if found and not any(found):
+                return False
+        return True
+
+
+def _answers(messages: Messages) -> list[int]:
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def learned_messages(messages: Messages, loss_on: str) -> list[int]:
+    """Indices of the messages that are learned, by loss_on and by their `weight` and `train`."""
+    answers = _answers(messages)
+    chosen = {"assistant": answers, "last_assistant": answers[-1:], "all": range(len(messages))}[loss_on]
+    return [i for i in chosen if messages[i].get("weight") != 0 and messages[i].get("train") is not False]
 
 
 def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> tuple[str, Ranges]:
@@ -166,37 +218,22 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
             content = row.get(field_name)
             messages += content if isinstance(content, list) else [{"role": role, "content": content}]
     check_messages(messages)
-    text, learned = template.render_with_mask(messages, _read_tools(row.get("tools")), source.loss_on)
+    tools = _read_tools(row.get("tools"))
+    text, learned = template.render_with_mask(messages, tools, source.loss_on)
     if re.search("[\ud800-\udfff]", text):
         raise BadRecordError("a lone surrogate")
-    _check_content_is_written(messages, text)
+    check_is_written(messages, tools, learned_messages(messages, source.loss_on), template.render)
     if not learned:
         raise BadRecordError("nothing to learn")
     return text, learned
 
 
-def _check_content_is_written(messages: Messages, text: str) -> None:
-    """Refuse a text without any of the user's words, or of the assistant's: the template reads other keys."""
-    for role in ("user", "assistant"):
-        contents = [
-            message.get("content")
-            for message in messages
-            if message["role"] == role and not (message.get("tool_calls") or message.get("function_call"))
-        ]
-        # Some templates leave out a thought before the words, or change the first word or the last.
-        spoken = [content.rpartition(">")[2].split() for content in contents if isinstance(content, str)]
-        written = [words[0] in text or words[-1] in text for words in spoken if words]
-        if written and not any(written):
-            words = next(filter(None, spoken))
-            raise BadRecordError("content that the template does not write", f"of the {role}: {words[-1]!r:.80}")
-
-
 def _read_tools(tools: Any) -> list[Any] | None:
-    """The tools of a row: a list, or its JSON; None if there are none."""
+    """The tools of a row: a list, or its JSON. None, an empty text and null say nothing; an empty list is one."""
     tools = parse_json(tools or "null", "tools that are not JSON") if isinstance(tools, str) else tools
     if not isinstance(tools or [], list):
         raise BadRecordError("tools that are not a list", f"{tools!r:.80}")
-    return tools
+    return tools if isinstance(tools, list) else None
 
 
 def without_none(value: Any) -> Any:
@@ -248,7 +285,7 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Path | None) -> ChatTemplate | None:
-    """The chat template of a source: `chat_template`, else of the tokenizer's files, else of the checkpoint's.
+    """The chat templates of a source: `chat_template`, else of the tokenizer's files, else of the checkpoint's.
 
     Its variables are the special tokens of tokenizer_config.json; without that file only eos_token is set.
 
@@ -264,20 +301,16 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
     tokenizer_folder = Path(os.path.expanduser(tokenizer.path)).parent if tokenizer.path else None
     folders = [folder for folder in (tokenizer_folder, start) if folder]
     configs = [read_json(folder / CONFIG_FILE) or {} for folder in folders]
-    text: Any = None
+    named = dict[str, str]()
     problem = "there is no chat template"
     try:
         if source.chat_template:
-            text = Path(os.path.expanduser(source.chat_template)).read_text("utf-8")
+            named = _readable({DEFAULT: Path(os.path.expanduser(source.chat_template)).read_text("utf-8")})
         for folder, config in zip(folders, configs, strict=True):
-            file = folder / TEMPLATE_FILE
-            text = text or (file.read_text("utf-8") if file.exists() else config.get("chat_template"))
+            named = named or _read_templates(folder, config)
     except (OSError, UnicodeDecodeError) as error:
         problem = f"the chat template cannot be read: {error}"
-    if isinstance(text, list):  # several templates with names
-        default = (entry for entry in text if isinstance(entry, dict) and entry.get("name") == "default")
-        text = next(default, {}).get("template")
-    if not text or not isinstance(text, str):
+    if not named:
         if not source.conversations:
             return None
         raise DataError(
@@ -292,11 +325,34 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
             variables[name] = token
     if not variables.get("eos_token"):
         variables["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAME
-    template = ChatTemplate(text, variables)
-    try:
-        template.render([{"role": "user", "content": "?"}])
-    except BadRecordError as error:
-        if source.conversations and "TemplateSyntaxError" in str(error):
-            problem = f"the chat template is not valid Jinja: {error.args[-1]}"
-            raise DataError(problem, fix=f"correct it, or set {source.where}.chat_template to another file") from None
+    template = ChatTemplate(named.pop(DEFAULT, ""), variables, named)
+    for tools in (None, SAMPLE_TOOLS):
+        try:
+            template.render([{"role": "user", "content": "?"}], tools)
+        except BadRecordError as error:
+            if source.conversations and "TemplateSyntaxError" in str(error):
+                problem = f"the chat template is not valid Jinja: {error.args[-1]}"
+                fix = f"correct it, or set {source.where}.chat_template to another file"
+                raise DataError(problem, fix=fix) from None
     return template
+
+
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates of a tokenizer's folder by name, read as by transformers: its files, else those of its config."""
+    files = {DEFAULT: folder / TEMPLATE_FILE}
+    files |= {path.name.removesuffix(".jinja"): path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if written := _readable({name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}):
+        return written
+    stored = config.get("chat_template")
+    if isinstance(stored, list):
+        stored = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}
+    return _readable(stored if isinstance(stored, dict) else {DEFAULT: stored})
+
+
+def _readable(templates: Mapping[Any, Any]) -> dict[str, str]:
+    """Those that are text and have a name that a file may have."""
+    return {name: text for name, text in templates.items() if text and isinstance(text, str) and _names_a_file(name)}
+
+
+def _names_a_file(name: Any) -> bool:
+    return isinstance(name, str) and Path(name).name == name

@@ -56,7 +56,7 @@ class Corpus:
         settings = [source.source, path, *fields, source.document, source.validation_fraction]
         if self.template:
             chat = (source.messages_field, source.prompt_field, source.completion_field, source.loss_on)
-            settings += [*chat, self.template.source, self.template.variables]
+            settings += [*chat, self.template.source, self.template.variables, self.template.named]
         digest = hashlib.sha256(json.dumps(settings).encode())
         for file in self.files:
             digest.update(json.dumps([file.name, file.size_bytes, file.mtime_ns]).encode())

@@ -1,0 +1,167 @@
+"""What a conversation holds and its chat template does not write: an answer would be learned without it.
+
+Each piece of a conversation gets a mark of its own, and the template writes them all: the text has the marks of the
+pieces that it has. Words are not looked for: those of a short piece are found somewhere in most texts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torchtitan_cp.data.corpus.records import BadRecordError
+
+# As transformers names them; it gives a template all that it reads.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+CALL_FIELDS = ("tool_calls", "function_call")
+THOUGHT_END = "</think>"  # of reasoning at the beginning of a content
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages, Any], str]
+
+
+class Piece(NamedTuple):
+    """A part of a conversation that its text should have.
+
+    Attributes:
+        kind: `content`, `reasoning`, `tool call` or `tools`.
+        message: its index; -1 for tools.
+        paths: the keys and indices that lead from (messages, tools) to its places, all of which have the same text.
+        shown: what names it to the user.
+        end: the piece ends where this begins; empty: at the end of the text.
+    """
+
+    kind: str
+    message: int
+    paths: list[tuple[Any, ...]]
+    shown: str
+    end: str = ""
+
+
+def check_is_written(messages: Messages, tools: Any, learned: Sequence[int], render: Render) -> None:
+    """Refuse a conversation of which the template does not write a piece.
+
+    Templates drop the reasoning of turns before the last question, as they do when a model answers. They may, in turns
+    that are not learned.
+
+    Args:
+        learned: indices of the messages that are learned.
+        render: writes messages and tools.
+
+    Raises:
+        BadRecordError: the first such piece.
+    """
+    pieces = list(_pieces(messages, tools))
+    marks = [f"\ue000{number}\ue001" for number in range(len(pieces))]
+    try:
+        marked_text = render(*_marked(messages, tools, zip(pieces, marks, strict=True)))
+    except BadRecordError:
+        marked_text = ""
+    for piece, mark in zip(pieces, marks, strict=True):
+        if mark in marked_text or _changes_text(piece, messages, tools, render):
+            continue
+        verb = "does not write"
+        if piece.kind == "reasoning" and _changes_text(piece, messages[: piece.message + 1], tools, render):
+            verb = "leaves out of earlier turns"
+        if verb == "does not write" or piece.message in learned:
+            owner = f"of the {messages[piece.message]['role']}: " if piece.message >= 0 else ""
+            raise BadRecordError(f"{piece.kind} that the template {verb}", f"{owner}{piece.shown!r:.80}")
+
+
+def _changes_text(piece: Piece, messages: Messages, tools: Any, render: Render) -> bool:
+    """Whether another piece gives another text. A template that refuses it reads it."""
+    mark = [(piece, "\ue000\ue001")]
+    try:
+        text = render(messages, tools)
+        return any(render(*_marked(messages, tools, mark, before=before)) != text for before in (False, True))
+    except BadRecordError:
+        return True
+
+
+def _marked(messages: Messages, tools: Any, marks: Any, *, before: bool = False) -> tuple[Messages, Any]:
+    """A copy of messages and tools in which pieces have marks: (piece, mark) for each."""
+    row = _copy([messages, tools])
+    for piece, mark in marks:
+        for *parents, key in piece.paths:
+            place: Any = row
+            for step in parents:
+                place = place[step]
+            head, end, tail = place[key].partition(piece.end) if piece.end else (place[key], "", "")
+            marked = _with_mark(head, mark, before)
+            place[key] = marked + end + tail if piece.end else marked
+    return row[0], row[1]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copy(entry) for name, entry in value.items()}
+    return [_copy(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _with_mark(value: Any, mark: str, before: bool) -> Any:
+    """A value in which every text and number has the mark."""
+    if isinstance(value, dict):
+        return {name: _with_mark(entry, mark, before) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_mark(entry, mark, before) for entry in value]
+    return value if value is None else f"{mark}{value}" if before else f"{value}{mark}"
+
+
+def _pieces(messages: Messages, tools: Any) -> Iterator[Piece]:
+    """The pieces that say something, in order."""
+    for index, tool in enumerate(tools or []):
+        path, body = _function((1, index), tool)
+        for name in [name for name in ("name", "description") if _says_something(body.get(name))][:1]:
+            yield Piece("tools", -1, [(*path, name)], str(body[name]))
+    for index, message in enumerate(messages):
+        for path, text in _places((0, index, "content"), message.get("content")):
+            text_path, text = ((*path, "text"), text["text"]) if isinstance(text, dict) else (path, text)
+            thought, end, words = (text or "").rpartition(THOUGHT_END)
+            if _says_something(words):
+                yield Piece("content", index, [text_path], _last_word(words))
+            if message["role"] == "assistant" and _says_something(thought.replace("<think>", "")):
+                yield Piece("reasoning", index, [text_path], _last_word(thought), end)
+        fields = [(0, index, name) for name in REASONING_FIELDS if _says_something(message.get(name))]
+        if fields:
+            yield Piece("reasoning", index, fields, _last_word(message[fields[0][-1]]))
+        for name in CALL_FIELDS:
+            for path, call in _places((0, index, name), message.get(name) or []):
+                yield from _call_pieces(index, path, call)
+
+
+def _places(path: tuple[Any, ...], value: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Each entry of a list with its path, or the value itself."""
+    return (
+        [((*path, number), entry) for number, entry in enumerate(value)] if isinstance(value, list) else [(path, value)]
+    )
+
+
+def _call_pieces(index: int, path: tuple[Any, ...], call: Any) -> Iterator[Piece]:
+    """The name of a function that is called, and its arguments."""
+    body_path, body = _function(path, call)
+    name, shown = body.get("name"), str(body.get("name") or call)
+    if _says_something(name):
+        # Some templates write the id instead, which then holds the name.
+        ids = [(*path, "id")] if str(name) in str(call.get("id")) else []
+        yield Piece("tool call", index, [(*body_path, "name"), *ids], shown)
+    if _says_something(body.get("arguments")):
+        yield Piece("tool call", index, [(*body_path, "arguments")], shown)
+    if not body.keys() & {"name", "arguments"} and _says_something(call):
+        yield Piece("tool call", index, [path], shown)
+
+
+def _function(path: tuple[Any, ...], value: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Path and value of the function in a tool or a call, which may be the function itself."""
+    inner = value.get("function") if isinstance(value, dict) else None
+    if isinstance(inner, dict):
+        return (*path, "function"), inner
+    return path, value if isinstance(value, dict) else {}
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a nested value has a number or a text that is not blank."""
+    if isinstance(value, dict | list):
+        return any(map(_says_something, value.values() if isinstance(value, dict) else value))
+    return value is not None and bool(str(value).strip())
+
+
+def _last_word(text: Any) -> str:
+    return str(text).rsplit(maxsplit=1)[-1]
