@@ -1,12 +1,13 @@
 """Prints `docs/config.md`, every key of the TOML file as tables, from the sections' own docstrings."""
 
-from torchtitan_cp.config.reference import sections
+from torchtitan_cp.config.reference import first_keys, sections
 
 
 def as_markdown() -> str:
     """Every key as tables."""
     made_by = "Made by `python docs/make_config_page.py > docs/config.md`."
-    lines = ["# Every key of the TOML file", "", made_by, ""]
+    first = [f"- `{key.name}`: {key.help}" for key in first_keys()]
+    lines = ["# Every key of the TOML file", "", made_by, "", "## What most people set", "", *first, ""]
     for header, about, keys in sections():
         rows = (
             f"| `{key.name}` | {key.type} | `{key.default}` | " + key.help.replace("|", "\\|") + " |" for key in keys

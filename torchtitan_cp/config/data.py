@@ -98,7 +98,6 @@ class Data(SourceKeys):
         restart_positions: positions begin at 0 in each document. Default: true where conversations are masked
         workers: processes that read sequences and plan their attention; 0: a thread
         cache_folder: where tokens and the trained tokenizer are kept between runs
-        prefetch_batches: steps read ahead of the training loop
     """
 
     sources: tuple[DataSource, ...] = ()
@@ -111,7 +110,6 @@ class Data(SourceKeys):
     restart_positions: bool | None = None
     workers: int = key(0, least=0)
     cache_folder: str = "outputs/cache"
-    prefetch_batches: int = key(2, least=1)
 
     def by_name(self) -> dict[str, SourceKeys]:
         """Every source, in the file's order; the one that [data] itself describes is called `corpus`."""

@@ -9,7 +9,18 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torchtitan_cp.config.sections import Config, Curriculum, Data, DataSource, Stage
+from torchtitan_cp.config.sections import Config, Curriculum, Data, DataSource, SourceKeys, Stage
+
+# What most people set, in the order in which they come to it. `--help` and docs/config.md begin with these.
+FIRST = (
+    *("job.dump_folder", "model.architecture", "model.flavor", "model.hub_checkpoint"),
+    *("tokenizer.kind", "tokenizer.path", "data.source", "data.path", "data.messages_field", "data.mixture"),
+    *("data.packing", "data.document_mask", "curriculum.stages.seq_len", "curriculum.stages.steps"),
+    *("curriculum.stages.global_batch_tokens", "curriculum.stages.rope.theta", "curriculum.stages.cp"),
+    *("training.compute_dtype", "training.micro_batch_sequences", "optimizer.lr", "lr_scheduler.warmup_steps"),
+    *("parallel.cp", "parallel.tp", "context_parallel.strategy", "activation.checkpoint", "activation.offload"),
+    *("compile.enable", "checkpoint.interval", "checkpoint.keep", "metrics.wandb"),
+)
 
 
 class Key(NamedTuple):
@@ -26,11 +37,24 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     for name, kind in typing.get_type_hints(Config).items():
         tables = {f"[{name}]": kind}
         if kind is Data:
-            tables["[[data.sources]]"] = DataSource
+            tables["[data] for one source, or [[data.sources]] for several"] = DataSource
         elif kind is Curriculum:
             tables = {"[[curriculum.stages]]": Stage}
+        of_source = {entry.name for entry in dataclasses.fields(SourceKeys)} if kind is Data else set()
         for header, section in tables.items():
-            yield header, section.__doc__.splitlines()[0], list(_keys(section))
+            keys = (key for key in _keys(section) if section is DataSource or key.name not in of_source)
+            yield header, section.__doc__.splitlines()[0], list(keys)
+
+
+def first_keys() -> list[Key]:
+    """The keys that most people set, with their whole dotted names."""
+    by_name = {f"{section_name(header)}.{key.name}": key for header, _, keys in sections() for key in keys}
+    return [by_name[name]._replace(name=name) for name in FIRST]
+
+
+def section_name(header: str) -> str:
+    """`data` of `[data]`, and of the heading for sources; `curriculum.stages` of `[[curriculum.stages]]`."""
+    return re.sub(r"\].*", "", header).lstrip("[")
 
 
 def help_texts(section: Any) -> dict[str, str]:
@@ -57,9 +81,12 @@ def _keys(section: Any, prefix: str = "") -> Iterator[Key]:
 
 
 def as_text() -> str:
-    """Every key as plain lines, for a terminal."""
-    lines = []
+    """Every key as plain lines, for a terminal; those that most people set come first."""
+
+    def line(key: Key) -> str:
+        return f"  {key.name} = {key.default}".ljust(44) + f"  {key.help}"
+
+    lines = ["What most people set", *map(line, first_keys()), "", "Every key", ""]
     for header, about, keys in sections():
-        entries = (f"  {key.name} = {key.default}".ljust(44) + f"  {key.help}" for key in keys)
-        lines += [f"{header}  {about}", *entries, ""]
+        lines += [f"{header}  {about}", *map(line, keys), ""]
     return "\n".join(lines)

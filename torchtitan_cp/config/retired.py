@@ -30,19 +30,24 @@ GONE = {
     "data.sources.group_depth": Gone((0,), "remove it; the documents of a folder are a group"),
     "compile.mode": Gone(("default",), "remove it; torch.compile runs in its default mode"),
     "data.group_depth": Gone((0,), "remove it; the documents of a folder are a group"),
+    "data.prefetch_batches": Gone((2,), "remove it; data.workers read faster"),
     "data.separator": Gone((-1,), "remove it; the tokenizer's own end token follows each document"),
+    "evaluation.passkey.keys": Gone((4,), "remove it; four keys are planted"),
+    "health.bundles": Gone((3,), "remove it; health.replay = false keeps none"),
     "health.idle_expert_steps": Gone((100,), "remove it; experts/idle_share says how many experts get no token"),
     "health.inject": Gone(({**NO_INJECTION, "transient": False},), "remove it; only tests inject faults"),
     "health.lr_factor": Gone((0.1,), "remove it; no recovery changes the learning rate"),
     "health.lr_steps": Gone((100,), "remove it; no recovery changes the learning rate"),
     "health.max_lr_cuts": Gone((1,), "remove it; no recovery changes the learning rate"),
     "health.policy": Gone((["rollback", "lower_lr"], ["rollback"]), "remove it; max_rollbacks = 0 never rolls back"),
+    "health.spike_window": Gone((64,), "remove it; a step is compared with 64 healthy ones"),
     "optimizer.implementation": Gone(("fused",), "remove it; AdamW runs fused"),
+    "optimizer.muon_momentum": Gone((0.95,), "remove it; Muon's momentum decays by 0.95"),
     "parallel.expert_capacity": Gone((0.0, 0), "remove it; no expert drops a token"),
     "parallel.fsdp_prefetch": Gone((1,), "remove it; the next block's weights are gathered in advance"),
     "parallel.pp_split": Gone(([],), "remove it; layers are split over pipeline stages by their cost"),
 }
-RENAMED = {"health.bundles": "max_bundles"}
+RENAMED: dict[str, str] = {}
 RENAMED_VALUES = {"health.on_spike": {"trip": "handle"}}
 
 

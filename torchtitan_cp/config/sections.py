@@ -145,7 +145,6 @@ class Optimizer:
         beta2: decay of the second moment
         eps: added to the root of the second moment
         weight_decay: decoupled weight decay of matrices (norms and biases have none)
-        muon_momentum: muon: decay of the momentum
         state: AdamW's moments; 8bit (extra float8) resumes on other ranks if tp is the same and shards are whole
             blocks of 256 values
         offload_state: CUDA: keep the state in host memory; an update fetches that of one parameter at a time
@@ -159,7 +158,6 @@ class Optimizer:
     beta2: float = key(0.95, least=0, below=1)
     eps: float = key(1e-8, least=1e-30, most=1)
     weight_decay: float = key(0.1, least=0)
-    muon_momentum: float = key(0.95, least=0, below=1)
     state: str = key("float32", choices=("float32", "8bit"))
     offload_state: bool = False
     groups: tuple[ParameterGroup, ...] = ()
@@ -309,22 +307,19 @@ class Health:
         on_spike: a finite step far above the others: warn, or handle it as on_nonfinite says
         spike_threshold: standard deviations above the median (from the MAD, at least 5 %) that count as a spike; 0:
             never
-        spike_window: recent healthy steps behind median and MAD
         max_consecutive_skips: skipped steps in a row before the run rolls back: it loads the last good checkpoint, and
             skips the text read since
         max_rollbacks: rollbacks in a run before the job halts; 0: it halts without one
-        replay: repeat a step with non-finite values, and name the module, rank and token where they begin
-        max_bundles: replays whose tensors are kept in health/ for offline study
+        replay: repeat a step with non-finite values, name the module, rank and token where they begin, and keep the
+            tensors of the first three in health/
     """
 
     on_nonfinite: str = key("halt", choices=("halt", "skip"))
     on_spike: str = key("warn", choices=("warn", "handle"))
     spike_threshold: float = key(10.0, least=0)
-    spike_window: int = key(64, least=8)
     max_consecutive_skips: int = key(5, least=1)
     max_rollbacks: int = key(2, least=0)
     replay: bool = True
-    max_bundles: int = key(3, least=0)
 
 
 @dataclass(frozen=True)
@@ -354,7 +349,6 @@ class Passkey:
         lengths: tokens of a prompt; empty: a quarter, half and all of the stage's length
         depths: positions of the key, evenly from the start of a prompt to its question
         trials: prompts for each length and depth; 0: none
-        keys: multi_key: number of keys in the text, each with another first letter in its name
         needle: text that states a key, with {name} (five letters) and {key} (seven digits) or {word} (seven small
             letters); {key:.4} takes the first four
         question: text that asks for it and ends with the key
@@ -364,7 +358,6 @@ class Passkey:
     lengths: tuple[int, ...] = key((), least=1)
     depths: int = key(5, least=1)
     trials: int = key(4, least=0)
-    keys: int = key(4, least=2, most=26)
     needle: str = " One of the special magic numbers for {name} is: {key}. "
     question: str = key(
         " What is the special magic number for {name} mentioned in the text? The special magic number for {name} "

@@ -18,6 +18,7 @@ from torchtitan_cp.config.sections import Passkey
 
 CHARACTERS = {"name": (ascii_uppercase, 5), "key": (digits, 7), "word": (ascii_lowercase, 7)}
 MAX_DRAWS = 100  # of names that do not occur in the filler
+KEYS = 4  # of a text with several, after RULER
 HOPS = 4
 ASSIGNMENT, COPY = " VAR {name} = {value}. ", " VAR {name} = VAR {other}. "
 CHAIN_QUESTION = (
@@ -153,6 +154,6 @@ def _variable_tracking(writer: PromptWriter, draw: np.random.Generator, filler: 
 
 VARIANTS: dict[str, Callable[[PromptWriter, np.random.Generator, np.ndarray], PlantedText]] = {
     "passkey": _passkey,
-    "multi_key": lambda writer, draw, filler: _passkey(writer, draw, filler, writer.settings.keys),
+    "multi_key": lambda writer, draw, filler: _passkey(writer, draw, filler, KEYS),
     "variable_tracking": _variable_tracking,
 }

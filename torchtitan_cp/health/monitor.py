@@ -21,6 +21,7 @@ LOSS, DIVISOR, LEARNED, LOGIT, GRADIENT, MEMORY, STOP, SAVE, FIRST_BLOCK = range
 
 MAD_TO_STD = 1.4826  # standard deviation over median absolute deviation (MAD) of a normal distribution
 MIN_STD_FRACTION = 0.05  # of the median: the least standard deviation that is assumed
+SPIKE_WINDOW = 64  # healthy steps that a step is compared with
 MIN_STEPS = 8  # before these many steps, nothing is a spike
 
 
@@ -77,7 +78,7 @@ class HealthMonitor:
 
     def __init__(self, settings: Health, parts: Iterable[nn.Module], blocks: int, device: torch.device) -> None:
         self.settings = settings
-        self.spikes = SpikeDetector(settings.spike_threshold, settings.spike_window)
+        self.spikes = SpikeDetector(settings.spike_threshold, SPIKE_WINDOW)
         self._largest = torch.zeros(blocks + 1, device=device)  # each block's output, then the gradient
         for part in parts:
             layers: dict[str, nn.Module] = dict(part.layers.items())  # type: ignore[operator, union-attr]

@@ -106,6 +106,9 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
     return corpus
 
 
+READ_AHEAD = 2  # steps: one in use by the device, one waiting
+
+
 class DataPipeline:
     """Streams of the corpus, and the sequences of the current stage.
 
@@ -168,8 +171,8 @@ class DataPipeline:
         self, first: int, count: int, batch_layout: BatchLayout, *, pin: bool
     ) -> Iterator[tuple[MicroBatch, ...]]:
         """This rank's micro-batches of `count` steps of the stage from `first` on, read ahead."""
-        workers, ahead = self.config.data.workers, self.config.data.prefetch_batches
-        return read_steps(self.samples, first, count, batch_layout, workers=workers, read_ahead=ahead, pin=pin)
+        workers = self.config.data.workers
+        return read_steps(self.samples, first, count, batch_layout, workers=workers, read_ahead=READ_AHEAD, pin=pin)
 
     def filler(self, number: int, count: int) -> np.ndarray:
         """Held-out tokens, `[count]` int64; another number gives other tokens until the text is used up.

@@ -16,6 +16,8 @@ from torchtitan_cp.runtime.device import seed_step
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel, StepSums
 
+MAX_BUNDLES = 3  # of a run; each holds the input of a module for whole sequences
+
 
 class StepRunner:
     """Runs steps up to their gradients and checks those. Making and calling it is collective.
@@ -92,7 +94,7 @@ class StepRunner:
             state: counts the bundles.
         """
         diagnosis = self.diagnoser.diagnose(micro_batches, report, self.healthy_batches)
-        if state.replays >= self.config.health.max_bundles or not (report.findings or self.healthy_batches):
+        if state.replays >= MAX_BUNDLES or not (report.findings or self.healthy_batches):
             return diagnosis
         state.replays += 1
         config, args = self.config, self.model.args

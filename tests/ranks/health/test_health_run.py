@@ -439,32 +439,30 @@ def test_a_nonfinite_weight_is_named_and_the_checkpoint_before_it_loaded_at_once
 def test_a_spike_is_left_out_where_it_is_to_trip_and_only_logged_by_default(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
-    fault = Inject(step=12, rank=1, layer=0, kind="spike")
+    fault = Inject(step=18, rank=1, layer=0, kind="spike")
     settings = (
-        "--curriculum.stages[0].steps=13",
+        "--curriculum.stages[0].steps=19",
         "--checkpoint.enable=false",
         "--health.spike_threshold=50",
-        "--health.spike_window=32",
     )
     folder = run_toml.parent / "spike"
     trip = (f"--job.dump_folder={folder}-trip", "--health.on_spike=handle")
-    for seen in ranks(2)(watched_run, run_toml, {12: fault}, *settings, *trip):
-        assert (seen.bad, seen.changed) == ([12], [])
-        assert [line["step"] for line in seen.lines if line["spikes"]] == [12]
-        assert len(seen.lines) == 14
-        assert (seen.diagnoses[12]["culprit"]["module"], list(seen.diagnoses[12]["ranks"])) == ("layers.0", [1])
-    alone = {12: replace(fault, rank=0)}
+    for seen in ranks(2)(watched_run, run_toml, {18: fault}, *settings, *trip):
+        assert (seen.bad, seen.changed) == ([18], [])
+        assert [line["step"] for line in seen.lines if line["spikes"]] == [18]
+        assert len(seen.lines) == 20
+        assert (seen.diagnoses[18]["culprit"]["module"], list(seen.diagnoses[18]["ranks"])) == ("layers.0", [1])
+    alone = {18: replace(fault, rank=0)}
     [seen] = ranks(1)(watched_run, run_toml, alone, *settings, f"--job.dump_folder={folder}-warn")
     assert seen.bad == []
-    assert next(line["step"] for line in seen.lines if line["spikes"]) == 12
-    assert len(seen.lines) == 13
+    assert next(line["step"] for line in seen.lines if line["spikes"]) == 18
+    assert len(seen.lines) == 19
 
 
 SPIKES_TRIP = (
-    "--curriculum.stages[0].steps=12",
+    "--curriculum.stages[0].steps=18",
     "--checkpoint.enable=false",
     "--health.spike_threshold=20",
-    "--health.spike_window=32",
     "--health.on_spike=handle",
 )
 # Layout, what is struck, and what is to be named: module, direction, ranks.
@@ -482,12 +480,12 @@ def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
 ) -> None:
     where, module, direction, on = SPIKES[layout]
     folder = run_toml.parent / f"spike-{layout.replace(' ', '-')}"
-    fault = Inject(step=12, rank=1, layer=1, where=where, module=module, kind="spike")
+    fault = Inject(step=18, rank=1, layer=1, where=where, module=module, kind="spike")
     size, overrides = LAYOUTS[layout]
     settings = (*SPIKES_TRIP, f"--job.dump_folder={folder}")
-    for seen in ranks(size)(watched_run, run_toml, {12: fault}, *settings, *overrides):
-        assert (seen.bad, seen.changed) == ([12], [])
-        found = seen.diagnoses[12]
+    for seen in ranks(size)(watched_run, run_toml, {18: fault}, *settings, *overrides):
+        assert (seen.bad, seen.changed) == ([18], [])
+        found = seen.diagnoses[18]
         assert found["culprit"]["module"] == f"layers.1.{module}"
         assert (found["culprit"]["direction"], list(found["ranks"]), found["reproduces"]) == (direction, on, True)
         assert found["times"] > 4
@@ -495,7 +493,7 @@ def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
             f"the {found['culprit']['what']} of layers.1.{module} is {found['culprit']['value']}, " in found["summary"]
         )
         assert "times its value in a healthy step" in found["summary"]
-    event = replay_with_fault(folder / "health" / "step-12", fault)
+    event = replay_with_fault(folder / "health" / "step-18", fault)
     assert event is not None
     assert (event.module, event.what) == (f"layers.1.{module}", found["culprit"]["what"])
 
@@ -504,11 +502,11 @@ def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
 def test_a_spike_that_is_gone_when_repeated_speaks_of_the_hardware(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
-    gone = Inject(step=12, rank=1, layer=1, kind="spike", transient=True)
+    gone = Inject(step=18, rank=1, layer=1, kind="spike", transient=True)
     folder = f"--job.dump_folder={run_toml.parent / 'spike-gone'}"
-    for seen in ranks(2)(watched_run, run_toml, {12: gone}, *SPIKES_TRIP, folder):
-        assert seen.diagnoses[12]["summary"].startswith("repeated, the step has no spike: a hardware fault, or a race")
-        assert seen.diagnoses[12]["culprit"] is None
+    for seen in ranks(2)(watched_run, run_toml, {18: gone}, *SPIKES_TRIP, folder):
+        assert seen.diagnoses[18]["summary"].startswith("repeated, the step has no spike: a hardware fault, or a race")
+        assert seen.diagnoses[18]["culprit"] is None
 
 
 def spike_after_a_start(path: Path, fault: Inject, *overrides: str) -> Seen:
@@ -530,11 +528,11 @@ def spike_after_a_start(path: Path, fault: Inject, *overrides: str) -> Seen:
 def test_a_spike_with_no_healthy_step_before_it_is_skipped_and_said_to_be_unknown(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
-    fault = Inject(step=12, rank=1, layer=1, kind="spike")
+    fault = Inject(step=18, rank=1, layer=1, kind="spike")
     folder = f"--job.dump_folder={run_toml.parent / 'spike-first'}"
     for seen in ranks(2)(spike_after_a_start, run_toml, fault, *SPIKES_TRIP, folder, *LAYOUTS["pp 2"][1]):
-        assert (seen.bad, seen.changed) == ([12], [])
-        assert seen.diagnoses[12]["summary"].startswith("there is no healthy step to compare it with yet")
+        assert (seen.bad, seen.changed) == ([18], [])
+        assert seen.diagnoses[18]["summary"].startswith("there is no healthy step to compare it with yet")
 
 
 def saved_tensors(path: Path) -> dict[str, Tensor]:
@@ -591,7 +589,6 @@ def test_a_run_that_diverges_is_skipped_rolled_back_and_halted(
         "--lr_scheduler.warmup_steps=40",
         "--curriculum.stages[0].steps=45",
         "--health.on_spike=handle",
-        "--health.spike_window=32",
         "--health.max_consecutive_skips=1",
         "--health.max_rollbacks=1",
         "--checkpoint.interval=4",
@@ -629,7 +626,7 @@ def test_halt_names_step_stage_rank_and_number_and_saves_what_was_before(
 ) -> None:
     folder = run_toml.parent / f"halt-{where}"
     faults = {3: Inject(step=3, rank=1, where=where, layer=1)}
-    overrides = (f"--job.dump_folder={folder}", "--health.max_bundles=0", "--health.on_nonfinite=halt")
+    overrides = (f"--job.dump_folder={folder}", "--health.replay=false", "--health.on_nonfinite=halt")
     for end, lines in ranks(2)(ending, run_toml, faults, *overrides):
         number = "the loss is inf" if where == "data" else "the gradient at its first block is nan, the loss is finite"
         assert end.startswith(f"step 3 (stage 1, 128) is not finite: rank 1: {number}. ")

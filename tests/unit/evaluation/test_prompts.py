@@ -1,7 +1,6 @@
 """Prompts hold what they ask for, where they say, in exactly so many tokens."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from string import ascii_letters
 
@@ -26,7 +25,7 @@ PASSKEY = Passkey(
     needle=" The magic number for {name} is: {key}. ", question=" What is the magic number for {name}? It is {key}"
 )
 LINES = ["The magic number for ABCDE is: 7654321. What is it? the grass is green, 0123456789."] * 99
-TERSE = Passkey(needle="{name:.1}{key:.2}", question="{name:.1}{key:.2}", keys=2)
+TERSE = Passkey(needle="{name:.1}{key:.2}", question="{name:.1}{key:.2}")
 
 
 def encode(text: str) -> np.ndarray:
@@ -38,8 +37,8 @@ def grass(number: int, count: int) -> np.ndarray:
     return np.frombuffer((f"the grass is green, {number}. " * count).encode(), dtype=np.uint8)[:count].astype(np.int64)
 
 
-def writer(keys: int = 3) -> PromptWriter:
-    return PromptWriter(encode, grass, replace(PASSKEY, keys=keys))
+def writer() -> PromptWriter:
+    return PromptWriter(encode, grass, PASSKEY)
 
 
 def text_of(prompt: Prompt) -> str:
@@ -88,7 +87,7 @@ def test_the_key_stands_at_its_depth_once_and_is_the_answer(depth: int) -> None:
 
 def test_several_keys_are_told_and_the_one_at_the_depth_is_asked_for() -> None:
     for number in range(5):
-        prompt = writer(keys=4).write("multi_key", 900, 0.0, number)
+        prompt = writer().write("multi_key", 900, 0.0, number)
         assert prompt
         told = dict(re.findall(r" for ([A-Z]{5}) is: (\d{7})\. ", text_of(prompt)))
         assert len(told) == 4

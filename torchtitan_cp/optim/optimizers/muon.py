@@ -24,6 +24,7 @@ from torchtitan_cp.optim.optimizers.kind import Groups, OptimizerKind, one_param
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MIN_NORM = 1e-7
+MOMENTUM = 0.95  # fraction of the old momentum kept in a step, in both sources
 
 
 class Muon(Optimizer):
@@ -150,7 +151,7 @@ def build(groups: Groups, settings: sections.Optimizer, compute_dtype: torch.dty
     """Muon, which computes in `compute_dtype`, over the groups with `muon` True, and AdamW over the others."""
     rest = adamw.build([group for group in groups if not group["muon"]], settings, compute_dtype)
     matrices = [group for group in groups if group["muon"]]
-    return Muon(matrices, rest, momentum=settings.muon_momentum, dtype=compute_dtype)
+    return Muon(matrices, rest, momentum=MOMENTUM, dtype=compute_dtype)
 
 
 def identity(settings: sections.Optimizer, n_experts: int, tp: int) -> dict[str, Any]:
