@@ -131,8 +131,8 @@ def test_every_number_is_finite_and_bounded_below(tmp_path: Path) -> None:
 
 
 def test_every_fraction_is_at_most_one(tmp_path: Path) -> None:
-    names = [name for name, _ in numbers(Config) if re.search(r"(fraction|share|beta1|beta2|momentum)$", name)]
-    assert len(names) == 11
+    names = [name for name, _ in numbers(Config) if re.search(r"(fraction|share|beta1|beta2)$", name)]
+    assert len(names) == 10
     for name in names:
         assert "is too large" in message_of(tmp_path, table_of(name, float, "1.5")), name
 
