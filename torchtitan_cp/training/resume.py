@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from torchtitan_cp.checkpoint.hub import load_parts, rope_changes
+from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts, rope_changes
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, load_config
@@ -16,7 +14,6 @@ from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.corpus.cache import PreparedCorpus
 from torchtitan_cp.runtime.consistency import flatten
-from torchtitan_cp.runtime.signals import any_rank
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
 
@@ -84,20 +81,6 @@ def start_progress(config: Config, args: Any, corpus: PreparedCorpus, *, block_t
     return Progress(identity=identity, block_tokens=block_tokens, data_order=order)
 
 
-def refuse_to_start_over(checkpoints: CheckpointManager, device: torch.device) -> None:
-    """Refuse to train with checkpoint.enable = false in the folder of a run that has checkpoints. Collective.
-
-    Raises:
-        ConfigError: there are checkpoints; the new run would overwrite the records of theirs.
-    """
-    if any_rank(bool(checkpoints.complete()), device=device)[0]:
-        raise ConfigError(
-            f"{checkpoints.folder.parent} holds checkpoints, and checkpoint.enable = false would begin anew and drop "
-            "the records of their run",
-            fix="enable checkpoints, or give the new run a folder of its own: --job.dump_folder=...",
-        )
-
-
 def resume(
     saved: Saved | None, fresh: Progress, stages: Stages, model: ParallelModel, checkpoints: CheckpointManager
 ) -> Progress:
@@ -147,7 +130,7 @@ def resume(
 def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
     """Load the weights of model.hub_checkpoint, and log which stages use another rotary embedding than they did."""
     settings = model.config.model
-    folder = registry.hub_folder(settings, "*.safetensors*")
+    folder = registry.hub_folder(settings, WEIGHT_FILES)
     load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings))
     logger.info("weights from %s", folder)
     config = registry.hub_config(settings)

@@ -169,12 +169,16 @@ def test_the_checkpoint_to_start_from_brings_its_template(tmp_path: Path) -> Non
     hub.mkdir()
     (tmp_path / "chat.jinja").rename(hub / "chat_template.jinja")
     config = load_config(path, ["--data.chat_template=", f"--model.hub_checkpoint={hub}"])
+    args = fit_vocabulary(resolve(path, 1), 257)
     check_files(config)
     with pytest.raises(ConfigError, match=r"hub has neither model.safetensors nor .*\n  fix: give a folder"):
-        check_hub_weights(config, None)
-    check_hub_weights(config.with_keys(model={"load_weights": False}), None)
-    (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
-    check_hub_weights(config, None)  # of a run that goes on
+        check_hub_weights(config, args)
+    check_hub_weights(config.with_keys(model={"load_weights": False}), args)
+    (tmp_path / "run" / "checkpoints" / "step-1.partial").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"hub has neither model\.safetensors nor"):
+        check_hub_weights(config, args)
+    (tmp_path / "run" / "checkpoints" / "step-1").mkdir()
+    check_hub_weights(config, args)  # of a run that goes on
     assert CacheBuilder(config.data, config.tokenizer, lambda: False, start_folder(config.model)).build()["folders"]
     trained = config.with_keys(tokenizer={"kind": "sentencepiece", "vocab_size": 320})
     assert tokenizer_of(trained).vocab_size == 320, "generate and export train it again where the run's copy is gone"
