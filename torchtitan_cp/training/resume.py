@@ -57,6 +57,25 @@ def find_first_stage(saved: Saved | None, stages: Stages) -> ResolvedStage:
     return stages[min(progress.stage + is_stage_evaluated(progress, stages), len(stages) - 1)]
 
 
+def identity_of(config: Config, args: Any, tp: int) -> dict[str, Any]:
+    """What must be the same to resume a run, apart from its data.
+
+    Args:
+        args, tp: see `start_progress`.
+    """
+    # Earlier versions trained experts with AdamW under "muon", and the moments of the two differ.
+    muon_experts = config.optimizer.name == "muon" and args.n_experts > 0
+    optimizer = f"{config.optimizer.name}, experts too" if muon_experts else config.optimizer.name
+    identity = {
+        "model": registry.sizes_of(args),
+        "seed": config.training.seed,
+        "optimizer": f"{optimizer}, state in {config.optimizer.state}",
+    }
+    if config.optimizer.state == "8bit":  # torchao quantizes each shard in blocks, which another degree would cut
+        identity["the tensor-parallel degree of 8-bit moments"] = tp
+    return identity
+
+
 def start_progress(config: Config, args: Any, corpus: PreparedCorpus, *, block_tokens: int, tp: int) -> Progress:
     """Where a new run stands before its first step, with what must be the same to resume it.
 
@@ -65,18 +84,8 @@ def start_progress(config: Config, args: Any, corpus: PreparedCorpus, *, block_t
         block_tokens: tokens that stay together in the data order.
         tp: tensor-parallel degree of the first stage.
     """
-    # Earlier versions trained experts with AdamW under "muon", and the moments of the two differ.
-    muon_experts = config.optimizer.name == "muon" and args.n_experts > 0
-    optimizer = f"{config.optimizer.name}, experts too" if muon_experts else config.optimizer.name
-    identity = {
-        "model": registry.sizes_of(args),
-        "data by source": {name: source.fingerprint[:12] for name, source in corpus.sources.items()},
-        "data": corpus.fingerprint,
-        "seed": config.training.seed,
-        "optimizer": f"{optimizer}, state in {config.optimizer.state}",
-    }
-    if config.optimizer.state == "8bit":  # torchao quantizes each shard in blocks, which another degree would cut
-        identity["the tensor-parallel degree of 8-bit moments"] = tp
+    by_source = {name: source.fingerprint[:12] for name, source in corpus.sources.items()}
+    identity = {**identity_of(config, args, tp), "data by source": by_source, "data": corpus.fingerprint}
     order = {"order": config.data.order, "separator": config.data.separator}
     return Progress(identity=identity, block_tokens=block_tokens, data_order=order)
 

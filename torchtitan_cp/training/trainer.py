@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.checkpoint.manager import CheckpointManager
-from torchtitan_cp.checkpoint.progress import Progress
+from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
@@ -75,7 +75,10 @@ class Trainer:
         first = resume.find_first_stage(self.saved, self.stages) if stage_index is None else self.stages[stage_index]
         if config.training.deterministic:
             use_deterministic_kernels()
-        check_before_corpus(run, self.device.device.type, trains=trains, download=True)
+        args = check_before_corpus(run, self.device.device.type, trains=trains, download=True)
+        if trains and self.saved:
+            path, saved_progress = self.saved
+            check_identity(saved_progress.identity, resume.identity_of(config, args, first.tp), path)
 
         # No time limit: rank 0 may tokenize for hours while the others wait.
         set_activity("preparing the corpus", 0, math.inf)
