@@ -38,7 +38,8 @@ class Architecture:
     Attributes:
         flavors: sizes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `n_kv_heads`,
             `head_dim`, `ffn_dim`, `layer_windows`, `rotary_dim`, `rope_problem(kind)`, `logit_scale`, `logit_softcap`,
-            `never_compiled_and_recomputed`, `longest`, `n_experts`, `attention_widths`, `state_sizes`,
+            `never_compiled_and_recomputed`, `longest`, `n_experts`, `attention_kinds`,
+            `attention_widths`, `state_sizes`,
             `linear_parameters()` and `problem()`; for the planner also `matrix_parameters()`, `small_parameters(tp)`,
             `embedding_parameters(tp)`, `active_ffn_dim`, `experts_per_token`, `fused_norms` and `heads_of(window)`
             (see LlamaArgs), and where some states are not 0 `state_widths` (see qwen3_5's HybridArgs).

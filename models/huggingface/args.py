@@ -102,6 +102,11 @@ class HuggingFaceArgs:
         return tuple(layer.n_heads * (layer.qk_dim + layer.v_dim) for layer in self.look.layers)
 
     @property
+    def attention_kinds(self) -> tuple[tuple[int, int, bool], ...]:
+        """See LlamaArgs."""
+        return tuple(sorted({(layer.qk_dim, layer.v_dim, layer.softcap > 0) for layer in self.look.layers}))
+
+    @property
     def state_sizes(self) -> tuple[int, ...]:
         return (0,) * self.n_layers
 

@@ -63,6 +63,11 @@ class LlamaArgs:
         return tuple(0 if state else 2 * self.n_heads * self.head_dim for state in self.state_sizes)
 
     @property
+    def attention_kinds(self) -> tuple[tuple[int, int, bool], ...]:
+        """Dqk, Dv and whether scores have a soft cap, for each kind of attention that the layers have."""
+        return ((self.head_dim, self.head_dim, False),)
+
+    @property
     def state_sizes(self) -> tuple[int, ...]:
         """Numbers in the recurrent state of each layer; 0 where it attends to keys."""
         return (0,) * self.n_layers

@@ -119,7 +119,8 @@ CHECKED = (
 )
 # Cut short, they do what another command does: only options of a cluster, numbers of ranks, lengths or rounds differ.
 REPEATED = (
-    "CONFIG_FILE=my.toml NPROC=8 ./run_train.sh --verify-parity --model.overrides.n_layers=2 --model.hub_checkpoint=",
+    "CONFIG_FILE=my.toml NPROC=8 ./run_train.sh --verify-parity --model.overrides.n_layers=2 "
+    "--model.load_weights=false",
     "CONFIG_FILE=my.toml sbatch --dependency=singleton --nodes 8 --gpus-per-node 8 launch/slurm.sh",
     "CONFIG_FILE=my.toml sbatch --nodes 8 --gpus-per-node 8 launch/slurm.sh",
     "torchtitan-cp doctor my.toml",

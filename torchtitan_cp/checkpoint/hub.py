@@ -26,8 +26,16 @@ from torchtitan_cp.config.rope import KEYS_BY_KIND
 from torchtitan_cp.config.sections import Rope
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+WEIGHT_FILES = "*.safetensors*"  # both of them, and the files of an index
 # Upper bound for one safetensors file; a tensor that exceeds it gets a file to itself.
 MAX_FILE_BYTES = 5 * 2**30
+
+# What a folder may hold in place of weights that can be read.
+PICKLED = ".bin", ".pt", ".pth"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+SAVE_AGAIN = "save it with safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
+GIT_LFS = "run `git lfs pull` in that folder, or download it by `hf download NAME --local-dir FOLDER`"
+COMPARED_ROWS = 4096  # rows of two tied weights that are compared at a time
 
 # Names of the text model's tensors in multimodal checkpoints: newer ones, older ones, and Idefics and SmolVLM.
 TEXT_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model)\.")
@@ -46,7 +54,11 @@ ATTENTION_KEYS = {"attention_factor", "mscale", "mscale_all_dim"}
 
 @torch.no_grad()
 def _load_by_names(
-    part: nn.Module, all_names: Iterable[str], stored: Mapping[str, Any], names: Mapping[str, str]
+    part: nn.Module,
+    all_names: Iterable[str],
+    stored: Mapping[str, Any],
+    names: Mapping[str, str],
+    read: Callable[..., bool],
 ) -> None:
     """Fill a part of a model, each rank its own shards.
 
@@ -56,6 +68,7 @@ def _load_by_names(
         stored: hub name -> slice of a file.
         names: our names -> hub names, with `*` for a layer's number. A second `*` in the hub name numbers the entries
             of our first dim, as each expert is a tensor of its own there.
+        read: see `load_parts`.
 
     Raises:
         ValueError: a tensor is missing, has another shape or belongs to no parameter, or a tied output is stored too
@@ -78,7 +91,7 @@ def _load_by_names(
             if found != wanted:
                 raise ValueError(f"is of another model: {hub_name} has the shape {found}, and the model's is {wanted}")
             start = [entry or 0] + [0] * (len(shape) - 1)
-            if not read_shard(tensor, start, parameter, compare=tied and hub_name == output):
+            if not read(tensor, start, parameter, compare=tied and hub_name == output):
                 raise ValueError(f"has other values in {hub_name} than in the weight that it is tied to")
 
 
@@ -161,23 +174,41 @@ def files_by_tensor(folder: Path) -> dict[str, str]:
             return {name: str(Path(file)) for name, file in files.items()}  # raises if a file has no name
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _broken(folder, f"has an index that cannot be read: {error}") from None
-    if not (folder / SINGLE_FILE).is_file():
-        raise _broken(folder, f"has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    refuse_without_weights(folder, sorted(path.name for path in folder.iterdir()))
     with _open(folder / SINGLE_FILE) as file:
         return dict.fromkeys(file.keys(), SINGLE_FILE)
+
+
+def refuse_without_weights(where: object, names: Sequence[str]) -> None:
+    """Refuse a folder, or a repository of the hub, that has no weights in safetensors files.
+
+    Args:
+        where: the folder or repository; names: of its files.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if {SINGLE_FILE, INDEX_FILE}.isdisjoint(names):
+        found = next((name for name in names if name.endswith(PICKLED)), "")
+        pickled = f"; {found} holds pickled weights, which are not read" if found else ""
+        raise _broken(where, f"has neither {SINGLE_FILE} nor {INDEX_FILE}{pickled}", fix=SAVE_AGAIN if found else "")
 
 
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise _broken(path, f"cannot be read: {error}") from None
+        with suppress(OSError), path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise _broken(path, "is a pointer of Git LFS, not the weights", fix=GIT_LFS) from None
+        raise _broken(path, f"cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
-def _broken(where: Path, what: str) -> ConfigError:
+def _broken(where: object, what: str, fix: str = "") -> ConfigError:
     return ConfigError(
         f"model.hub_checkpoint: {where} {what}",
-        fix="give a folder with config.json and complete *.safetensors of this model, "
+        fix=fix
+        or "give a folder with config.json and complete *.safetensors of this model, "
         "without model.overrides of its sizes",
     )
 
@@ -297,7 +328,7 @@ def load_parts(
     Args:
         all_names: names of all parameters of the whole model.
         hub: the architecture's `models.architecture.Hub`.
-        read: replaces `read_shard` where `hub.load` only checks parts on the meta device.
+        read: (stored tensor, where it begins in ours, ours, compare=) -> False if `compare` finds other values.
 
     Raises:
         ConfigError: the folder lacks tensors of this model, or has others.
@@ -311,6 +342,32 @@ def load_parts(
             if hub.load:
                 hub.load(part, stored, read)
             else:
-                _load_by_names(part, all_names, stored, hub.names)
+                _load_by_names(part, all_names, stored, hub.names, read)
     except ValueError as error:
         raise _broken(folder, str(error)) from None
+
+
+def check_weights(folder: Path, model: nn.Module, hub: Any) -> None:
+    """Refuse what `load_parts` would refuse, by the files' headers; values are read only of a weight stored twice.
+
+    Args:
+        model: the whole model, on the meta device.
+        hub: the architecture's `models.architecture.Hub`.
+
+    Raises:
+        ConfigError: as `load_parts`.
+    """
+    first = dict[tuple[Tensor, tuple[int, ...]], Any]()
+
+    def compare_tied(stored: Any, start: Sequence[int], whole: Tensor, *, compare: bool = False) -> bool:
+        other = first.setdefault((whole, tuple(start)), stored)
+        return not compare or other is stored or _same_values(other, stored)
+
+    load_parts(folder, [model], [name for name, _ in model.named_parameters()], hub, compare_tied)
+
+
+def _same_values(one: Any, other: Any) -> bool:
+    """Whether two stored tensors of one shape are equal in fp32, which parameters have; some rows at a time."""
+    rows = range(0, one.get_shape()[0], COMPARED_ROWS)
+    pairs = ((x[row : row + COMPARED_ROWS].float() for x in (one, other)) for row in rows)
+    return all(torch.equal(*pair) for pair in pairs)

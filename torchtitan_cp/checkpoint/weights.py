@@ -30,7 +30,7 @@ class SavedModel:
     """A checkpoint's model.
 
     Attributes:
-        path: the step-N folder.
+        path: the folder of the checkpoint, in the run's `checkpoints`.
         config: of the run, with the path of the tokenizer that the run trained and the rope of `stage`.
         stage_index: of the last stage that the run had begun, from 0.
         progress: where the run stood.
@@ -44,6 +44,16 @@ class SavedModel:
     progress: Progress
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
     reader: CheckpointReader
+
+    @property
+    def name(self) -> str:
+        """Its name in the run, whatever its folder is called now."""
+        return f"step-{self.progress.step}"
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run that wrote it."""
+        return self.path.parent.parent
 
     @property
     def stage(self) -> Stage:
@@ -78,7 +88,8 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
     """Verify a checkpoint and read all of it but the tensors.
 
     Args:
-        path: a step-N folder, or a run's folder, whose newest checkpoint is taken.
+        path: a checkpoint's folder in its run, whatever its name, or a link to one; or a run's folder, whose newest
+            checkpoint is taken.
         collective: see `verify_checkpoint`.
 
     Raises:
@@ -92,11 +103,12 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
                 f"{path} is not a checkpoint and contains none", fix="give a run's folder, or .../checkpoints/step-N"
             )
         path = complete[-1][1]
-    run_config = path.parents[1] / RUN_CONFIG
+    path = _in_its_run(path)
+    run = path.parent.parent
+    run_config, tokenizer = run / RUN_CONFIG, run / TOKENIZER_FILE
     config = load_config(run_config)
     if "\nbos = " not in run_config.read_text(encoding="utf-8"):  # the run is from before the key existed
         config = config.with_keys(tokenizer={"bos": False})
-    tokenizer = path.parents[1] / TOKENIZER_FILE
     if config.tokenizer.trained and tokenizer.is_file():
         config = config.with_keys(tokenizer={"path": str(tokenizer)})
     if damage := verify_checkpoint(path, collective=collective):
@@ -115,6 +127,23 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
         stages[index] = replace(stages[index], rope=rope)
         config = config.with_keys(curriculum={"stages": tuple(stages)})
     return SavedModel(path, config, index, progress, tensors, reader)
+
+
+def _in_its_run(path: Path) -> Path:
+    """The path of a checkpoint by which its run is found: where its links lead, or as given.
+
+    Raises:
+        ConfigError: it lies outside its run.
+    """
+    for place in (path.resolve(), path):
+        if (place.parent.parent / RUN_CONFIG).is_file():
+            return place
+    run = path.parent.parent
+    raise ConfigError(
+        f"{path} is a checkpoint outside its run: {run / RUN_CONFIG} is missing",
+        fix=f"give it inside its run, as RUN/{CHECKPOINTS}/step-N, or copy {RUN_CONFIG}, and {TOKENIZER_FILE} if there "
+        f"is one, from the run's folder to {run}",
+    )
 
 
 def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:

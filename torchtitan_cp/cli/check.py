@@ -6,9 +6,9 @@ from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides
 from torchtitan_cp.cli.train import default_ranks
 from torchtitan_cp.config import Config, ConfigError, load_config
-from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
+from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.registry import config_for_hub
-from torchtitan_cp.training.resolve import check_files, check_hub_weights, doctor_config, fit_vocabulary, resolve_run
+from torchtitan_cp.training.resolve import check_before_corpus, check_files, doctor_config, resolve_run
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +39,14 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
     """Check a config, and return a line that says what would run.
 
     Args:
-        trains: also check the checkpoint whose weights training would start from; comparisons take fresh weights.
+        trains: see `check_before_corpus`.
 
     Raises:
         UserError, ContextParallelError: the first problem found.
     """
     run = resolve_run(config, ranks)
     check_files(config)
-    args = fit_vocabulary(run, vocabulary_size(config.tokenizer))
-    if trains:
-        check_hub_weights(config, args)
+    args = check_before_corpus(run, find_device().device.type, trains=trains)
     for stage in run.stages:
         rope = stage.rope
         if rope and rope.kind == "yarn" and (reach := rope.factor * rope.original_seq_len) < stage.seq_len:

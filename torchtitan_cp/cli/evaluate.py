@@ -28,6 +28,7 @@ from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
 from torchtitan_cp.runtime.device import World, find_device, start_ranks, stop_ranks
 from torchtitan_cp.training.registry import args_from
+from torchtitan_cp.training.resolve import check_kernel
 from torchtitan_cp.training.trainer import Trainer
 
 WAIT_SECONDS = 3600.0
@@ -44,7 +45,7 @@ def evaluate(saved: SavedModel, config: Config, world: World, number: int | None
         UserError: the config does not fit the ranks, the corpus is not the run's, a file cannot be read, or nothing
             is held out.
     """
-    trainer = Trainer(config, world, args_from(config.model, saved.sizes))
+    trainer = Trainer(config, world, args_from(config.model, saved.sizes), trains=False)
     # Of another corpus, text that was trained on may be held out now.
     identity = {name: value for name, value in trainer.progress.identity.items() if name.startswith("data")}
     check_identity(saved.progress.identity, identity, saved.path, "run this in the folder where training was started")
@@ -93,7 +94,7 @@ def write_result(out: Path, saved: SavedModel, stage: Stage, result: EvaluationR
     name = stage.name or format_tokens(stage.seq_len)
     about = {"checkpoint": str(saved.path), "stage": name, "seq_len": stage.seq_len}
     (out / "evaluation.json").write_text(json.dumps({**about, **result.to_json()}, indent=1) + "\n", encoding="utf-8")
-    curve = {saved.path.name: (result.position_starts, result.position_losses)}
+    curve = {saved.name: (result.position_starts, result.position_losses)}
     imsave(out / "loss_by_position.png", draw_loss_by_position(curve))
     for variant, found in result.retrieval.items():
         if not found.by_length():
@@ -143,19 +144,26 @@ def _evaluate(options: argparse.Namespace) -> int:
     if not 0 <= number < len(stages):
         raise ConfigError(f"--stage {options.stage} does not exist", fix=f"give one of 1 to {len(stages)}")
     other = f"-stage-{number + 1}" * (number != saved.stage_index)
-    out = options.out or saved.path.parents[1] / "evaluation" / f"{saved.path.name}{other}"
+    out = options.out or saved.run_folder / "evaluation" / f"{saved.name}{other}"
     try:  # before the work
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}", fix="give another folder with --out") from None
-    found = evaluate(saved, evaluation_config(saved.config, world.size, options), world, number)
+    config = evaluation_config(saved.config, world.size, options)
+    try:
+        check_kernel(config, args_from(config.model, saved.sizes), world.device.device.type)
+    except ConfigError as error:  # the run trained on other devices
+        config = config.with_keys(context_parallel={"kernel": "auto"})
+        if world.rank == 0:
+            print(f"note: {error.message}; 'auto' is used", file=sys.stderr)
+    found = evaluate(saved, config, world, number)
     if options.lengths and not any(one.by_length() for one in found.retrieval.values()):
         raise ConfigError(
             f"none of --lengths is measured; left out: {'; '.join(found.left_out) or 'all, without --trials'}",
             fix="give lengths that hold a question, with --trials above 0",
         )
     if world.rank == 0:
-        print("\n".join(found.lines(int(saved.path.name.removeprefix("step-")), stages[number].seq_len)))
+        print("\n".join(found.lines(saved.progress.step, stages[number].seq_len)))
         with name_in_errors(out):
             write_result(out, saved, stages[number], found)
         print(f"written to {out}")

@@ -40,14 +40,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ConfigError: a missing file, a syntax error (file and line), an unknown key (with the nearest known
-            one), a wrong type, or a value outside its choices or bounds.
+            one), a wrong type, a value outside its choices or bounds, or overrides that empty what the file says the
+            model is.
     """
     table = read_toml(Path(path))
+    named = _keys_that_name_a_model(table)
     for override in overrides:
         apply_override(table, override)
     read_retired_keys(table, str(path))
     config: Config = build(Config, table, where="", file=str(path))
+    if named and not _keys_that_name_a_model(table):
+        raise ConfigError(
+            f"{path}: after the overrides nothing says which model is meant; the file has model.{named[0]}",
+            fix="leave it, with --model.load_weights=false for fresh weights of other sizes (model.overrides), or name "
+            "another model, e.g. --model.flavor=debug",
+        )
     return config.with_keys(job={"dump_folder": os.path.expanduser(config.job.dump_folder)})
+
+
+def _keys_that_name_a_model(table: dict[str, Any]) -> list[str]:
+    """Which keys of [model] say what the model is. Without any it is the debug flavor."""
+    model = table.get("model")
+    return [key for key in ("hub_checkpoint", "config", "flavor") if isinstance(model, dict) and model.get(key)]
 
 
 def read_toml(path: Path) -> dict[str, Any]:

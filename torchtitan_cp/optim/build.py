@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchtitan_cp.config import ConfigError, sections
+from torchtitan_cp.config import sections
 from torchtitan_cp.optim.offload import keep_state_on_host
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
+from torchtitan_cp.optim.rules import rule_of
 
 logger = logging.getLogger(__name__)
-
-NO_RULE = sections.ParameterGroup()
 
 
 def build_optimizer(
@@ -61,7 +60,7 @@ def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[di
     of_blocks = {parameter for parameter in blocks if parameter.ndim == 2 or parameter in experts}
     groups: dict[tuple[float, float, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        rule = _rule_of(name, settings.groups)
+        rule = rule_of(name, settings.groups)
         # Biases of experts and norms of each head have two dims and are no matrices.
         is_matrix = parameter.ndim >= 2 and not re.search(r"bias$|norm\d*\.weight$", name)
         default = settings.weight_decay if is_matrix else 0.0
@@ -74,25 +73,3 @@ def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[di
         | ({settings.name: of_block} if blocks_only else {})
         for (lr_scale, decay, of_block, _), parameters in groups.items()
     ]
-
-
-def _rule_of(name: str, rules: Iterable[sections.ParameterGroup]) -> sections.ParameterGroup:
-    return next((rule for rule in rules if re.search(rule.match, name)), NO_RULE)
-
-
-def check_rules(rules: tuple[sections.ParameterGroup, ...], names: list[str]) -> None:
-    """Refuse a rule of optimizer.groups that matches no parameter.
-
-    Args:
-        names: of the whole model's parameters.
-
-    Raises:
-        ConfigError: naming the rule.
-    """
-    used = {id(_rule_of(name, rules)) for name in names}
-    for index, rule in enumerate(rules):
-        if id(rule) not in used:
-            raise ConfigError(
-                f"optimizer.groups[{index}].match = {rule.match!r} matches no parameter that an earlier rule left",
-                fix=f"names are like {names[0]}, {names[len(names) // 2]}, {names[-1]}",
-            )

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
-from torchtitan_cp.optim.optimizers.kind import Groups
+from torchtitan_cp.optim.optimizers import Groups
 
 
 def keep_state_on_host(optimizer: Optimizer, parts_of: Callable[[Groups], Iterator[Groups]]) -> None:

@@ -26,8 +26,7 @@ def convert_linears(model: nn.Module, recipe: str, device_type: str) -> None:
     Raises:
         ConfigError: torchao is missing, the device has no float8 products, or no layer has fitting sizes.
     """
-    _check_device(device_type)
-    float8 = import_extra("torchao.float8", extra="float8", needed_by=f"training.float8 = {recipe!r}")
+    float8 = check_float8(recipe, device_type)
     settings = float8.Float8LinearConfig.from_recipe_name(recipe)
     # Not routers, whose choices turn on small differences, nor subclasses, whose own forward would be lost.
     modules: Any = model.layers.named_modules()  # type: ignore[union-attr]
@@ -39,6 +38,16 @@ def convert_linears(model: nn.Module, recipe: str, device_type: str) -> None:
         )
     float8.convert_to_float8_training(model, config=settings, module_filter_fn=lambda module, name: module in fitting)
     logger.info("float8, %s: %d of %d linear layers of the blocks", recipe, len(fitting), len(linears))
+
+
+def check_float8(recipe: str, device_type: str) -> Any:
+    """Return torchao's float8, for a device that can use it.
+
+    Raises:
+        ConfigError: torchao is missing, or the device has no float8 products.
+    """
+    _check_device(device_type)
+    return import_extra("torchao.float8", extra="float8", needed_by=f"training.float8 = {recipe!r}")
 
 
 def _check_device(device_type: str) -> None:

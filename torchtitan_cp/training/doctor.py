@@ -62,7 +62,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     Raises:
         ConfigError: the unsharded model does not fit on one rank, or the sequence is too short for documents.
     """
-    trainer = Trainer(doctor_config(config, world.size), world)
+    trainer = Trainer(doctor_config(config, world.size), world, trains=False)
     parity.check_fits(trainer)
     # A window that is as long as the stage's sequences masks nothing.
     windows = (window for window in trainer.model.args.layer_windows if window < trainer.stages[-1].seq_len)

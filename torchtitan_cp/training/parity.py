@@ -32,7 +32,7 @@ from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, collate, read_step
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.model import cast_parameters, set_rope
+from torchtitan_cp.training.model import ParallelModel, cast_parameters, set_rope
 from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.resolve import exact_config
 from torchtitan_cp.training.trainer import Trainer
@@ -72,6 +72,7 @@ class Row:
 class Comparison:
     """A stage of the curriculum compared with one rank. Peaks are the memory that the step adds to what was held."""
 
+    model: str
     layout: str
     seq_len: int
     rows: tuple[Row, ...]
@@ -98,12 +99,12 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
         ConfigError: the unsharded model does not fit on one rank.
     """
     config = exact_config(config)
-    trainer = Trainer(config, world)
+    trainer = Trainer(config, world, trains=False)
     first_of_kind = {_kind(stage): stage for stage in reversed(trainer.stages)}
     comparisons = []
     for stage in sorted(first_of_kind.values(), key=lambda stage: stage.index):
         if (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
-            trainer = Trainer(config, world, stage_index=stage.index)
+            trainer = Trainer(config, world, stage_index=stage.index, trains=False)
         check_fits(trainer, length)
         comparisons.append(_compare(trainer, shorten(trainer, stage, length)))
     if world.rank == 0:
@@ -161,9 +162,19 @@ def _compare(trainer: Trainer, stage: ResolvedStage) -> Comparison:
             rounded, single_peak = _single_step(trainer, stage, batch_layout, weights, dtype)
         rows = tuple(_rows(parallel, exact, rounded, dtype))
         holds = all(row.holds for row in rows)
-        comparison = [Comparison(name, stage.seq_len, rows, parallel_peak, single_peak, holds)]
+        peaks = parallel_peak, single_peak
+        comparison = [Comparison(_describe_model(trainer.model), name, stage.seq_len, rows, *peaks, holds)]
     dist.broadcast_object_list(comparison)
     return comparison[0]
+
+
+def _describe_model(model: ParallelModel) -> str:
+    """Where the sizes come from, and how many layers and parameters there are."""
+    config = model.config.model
+    source = config.hub_checkpoint or config.config or config.flavor
+    overrides = ", ".join(f"{name} = {value}" for name, value in config.overrides.items())
+    sizes = f"{config.architecture} {source}" + f" with {overrides}" * bool(overrides)
+    return f"{sizes}: {model.args.n_layers} layers, {model.parameter_count:,} parameters, fresh weights"
 
 
 def measure_peak(device: Device) -> Callable[[], int]:
@@ -351,6 +362,7 @@ def _print(comparisons: list[Comparison], dtype: str, ranks: int) -> None:
     console = Console()
     for comparison in comparisons:
         title = f"{comparison.layout}: {ranks} ranks beside one, {comparison.seq_len} tokens, {dtype}"
+        title = f"{comparison.model}\n{title}"
         numbers = (Column(header, justify="right") for header in ("relative L2", "largest", "allowed", ""))
         table = Table("compared", *numbers, title=title, title_justify="left")
         for row in comparison.rows:

@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -13,11 +14,13 @@ from typing import Any
 
 import torch
 
-from torchtitan_cp.checkpoint.hub import rope_parameters
+from torchtitan_cp.checkpoint.hub import refuse_without_weights, rope_parameters
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.sections import Model, Rope
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_FLAVOR = "debug"
 _ARCHITECTURES: dict[str, Any] = {}  # values are models.architecture.Architecture, which this room must not import
@@ -286,9 +289,9 @@ def hub_folder(model: Model, pattern: str = "config.json") -> Path:
     Raises:
         ConfigError: they cannot be downloaded.
     """
-    name, folder = model.hub_checkpoint, Path(os.path.expanduser(model.hub_checkpoint))
-    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        return folder
+    name = model.hub_checkpoint
+    if not is_on_hub(model):
+        return Path(os.path.expanduser(name))
     hub = import_extra("huggingface_hub", extra="hub", needed_by=f"model.hub_checkpoint = {name!r}")
     try:
         return Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.jinja", "tokenizer*", pattern]))
@@ -297,6 +300,26 @@ def hub_folder(model: Model, pattern: str = "config.json") -> Path:
             f"model.hub_checkpoint: there is no folder {name}, and downloading it failed: {error}",
             fix="give a folder with config.json and *.safetensors, or a name on the hub",
         ) from None
+
+
+def is_on_hub(model: Model) -> bool:
+    """Whether model.hub_checkpoint is a name on the hub, not a folder."""
+    name = model.hub_checkpoint
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)) and not Path(os.path.expanduser(name)).exists()
+
+
+def check_files_on_hub(model: Model) -> None:
+    """Refuse a name on the hub that has no weights in safetensors files, as far as the hub can be asked now.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    hub = import_extra("huggingface_hub", extra="hub", needed_by=f"model.hub_checkpoint = {model.hub_checkpoint!r}")
+    try:
+        names = sorted(hub.HfApi().list_repo_files(model.hub_checkpoint))
+    except Exception as error:  # as in hub_folder; its cache may hold what is needed
+        return logger.debug("the files of %s on the hub are unknown: %s", model.hub_checkpoint, error)
+    refuse_without_weights(model.hub_checkpoint, names)
 
 
 def start_folder(model: Model) -> Path | None:
@@ -316,5 +339,6 @@ def _check_hub_sizes(model: Model, args: Any, hub_sizes: dict[str, Any]) -> None
         set_keys = " and ".join(key for key in ("flavor", "overrides") if getattr(model, key))
         raise ConfigError(
             f"model.{set_keys} contradicts model.hub_checkpoint = {model.hub_checkpoint!r}: {differences}",
-            fix="leave out model.flavor and these overrides (--model.flavor=): the sizes are the checkpoint's",
+            fix="leave out model.flavor and these overrides (--model.flavor=), as the sizes are the checkpoint's, or "
+            "set model.load_weights = false for fresh weights of these sizes",
         )

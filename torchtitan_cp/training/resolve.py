@@ -4,23 +4,29 @@ The launcher waits for this check, so the module imports nothing that only train
 """
 
 import math
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.checkpoint.hub import files_by_tensor, fill_rope, hub_rope, load_parts
+from torchtitan_cp.attention.kernels import KERNELS, Case
+from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights, fill_rope, hub_rope
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
+from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage
 from torchtitan_cp.curriculum import ResolvedStage, check_head_dim, resolve_stages
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import check_corpus
+from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
+from torchtitan_cp.optim.rules import check_rules
 from torchtitan_cp.parallel.checks import check_expert_parallel, check_tensor_parallel
+from torchtitan_cp.parallel.float8 import check_float8
 from torchtitan_cp.parallel.pipeline_stages import plan_pipeline
 from torchtitan_cp.training import registry
 
@@ -199,16 +205,85 @@ def check_files(config: Config) -> None:
     check_dump_folder(config.job.dump_folder)
 
 
-def check_hub_weights(config: Config, args: Any) -> None:
-    """Check that model.hub_checkpoint has weights, unless the run resumes. With `hub.load`, they must fit these args.
+def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, download: bool = False) -> Any:
+    """Check what building and filling the model would refuse, before the corpus is prepared, which may take hours.
+
+    Args:
+        device: type of device that the ranks compute on, as in torch.device.
+        trains: training is to start; comparisons and evaluations take other weights, and write no metrics.
+        download: see `check_hub_weights`.
+
+    Returns:
+        ModelArgs, with an embedding for every token id.
 
     Raises:
-        ConfigError: it has none, or those of another model.
+        UserError: the first problem found.
     """
-    folder = Path(os.path.expanduser(config.model.hub_checkpoint))
-    resumes = any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*"))
-    if config.model.hub_checkpoint and config.model.load_weights and folder.is_dir() and not resumes:
-        files_by_tensor(folder)
-        hub = registry.architecture(config.model).hub
-        if hub.load:
-            load_parts(folder, [registry.empty_model(config.model, args)], (), hub, lambda *_, **__: True)
+    config = run.config
+    args = fit_vocabulary(run, vocabulary_size(config.tokenizer))
+    check_kernel(config, args, device)
+    if config.training.float8 != "none":
+        check_float8(config.training.float8, device)
+    if config.optimizer.state == "8bit":
+        import_extra("torchao.optim", extra="float8", needed_by="optimizer.state = '8bit'")
+    if config.optimizer.groups:
+        model = registry.empty_model(config.model, args)
+        check_rules(config.optimizer.groups, [name for name, _ in model.named_parameters()])
+    if trains:
+        if config.metrics.wandb:
+            import_extra("wandb", extra="wandb", needed_by="metrics.wandb")
+        if has_checkpoints(config) and not config.checkpoint.enable:
+            raise ConfigError(
+                f"{config.job.dump_folder} holds checkpoints, and checkpoint.enable = false would begin anew and drop "
+                "the records of their run",
+                fix="enable checkpoints, or give the new run a folder of its own: --job.dump_folder=...",
+            )
+        check_hub_weights(config, args, download=download)
+    return args
+
+
+def has_checkpoints(config: Config) -> bool:
+    """Whether the run's folder holds a checkpoint, so that training resumes; its files are not verified."""
+    return any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*[0-9]"))  # not step-N.partial
+
+
+def check_kernel(config: Config, args: Any, device: str) -> None:
+    """Refuse a context_parallel.kernel that cannot run the model's attention.
+
+    Args:
+        args: ModelArgs; device: see `check_before_corpus`.
+
+    Raises:
+        ConfigError: naming what the kernel lacks, and the kernels that can.
+    """
+    name, dtype = config.context_parallel.kernel, getattr(torch, config.training.compute_dtype)
+    cases = [
+        Case(device, dtype, qk_dim, v_dim, softcap=softcap, deterministic=config.training.deterministic)
+        for qk_dim, v_dim, softcap in args.attention_kinds
+    ]
+    refusals = {other: next(filter(None, map(kernel.refusal, cases)), "") for other, kernel in KERNELS.items()}
+    if refusals.get(name):
+        able = [other for other, refusal in refusals.items() if not refusal]
+        raise ConfigError(
+            f"context_parallel.kernel = {name!r} cannot run this model's attention here: {refusals[name]}",
+            fix=f"set it to 'auto', or to {' or '.join(map(repr, able))}",
+        )
+
+
+def check_hub_weights(config: Config, args: Any, *, download: bool = False) -> None:
+    """Check that the weights of model.hub_checkpoint are whole and fit these args, unless the run resumes.
+
+    Args:
+        download: those of a name on the hub are downloaded first; otherwise only its list of files is looked at.
+
+    Raises:
+        ConfigError: there are none, they are damaged, or of another model.
+    """
+    model = config.model
+    if not (model.hub_checkpoint and model.load_weights) or has_checkpoints(config):
+        return
+    if registry.is_on_hub(model) and not download:
+        registry.check_files_on_hub(model)
+    else:
+        folder = registry.hub_folder(model, WEIGHT_FILES)
+        check_weights(folder, registry.empty_model(model, args), registry.hub_of(model))

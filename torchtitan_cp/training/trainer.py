@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.checkpoint.manager import CheckpointManager
-from torchtitan_cp.checkpoint.progress import Progress
+from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
@@ -33,7 +33,7 @@ from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import start_exports
 from torchtitan_cp.training.model import ParallelModel
-from torchtitan_cp.training.resolve import fit_vocabulary, resolve_run
+from torchtitan_cp.training.resolve import check_before_corpus, fit_vocabulary, resolve_run
 from torchtitan_cp.training.run_recorder import RunRecorder
 from torchtitan_cp.training.step import StepRunner
 
@@ -48,6 +48,7 @@ class Trainer:
         world: this process among the ranks.
         model_args: sizes of the model; None: those that the config gives.
         stage_index: the stage whose tp and pp this process takes; None: the stage where training begins or resumes.
+        trains: `run` will be called; comparisons and evaluations call only parts of this class.
 
     Attributes:
         progress: where the run stands.
@@ -56,7 +57,15 @@ class Trainer:
         announced_stage, evaluated_stage: index of the last stage that this process announced or evaluated; -1: none.
     """
 
-    def __init__(self, config: Config, world: World, model_args: Any = None, stage_index: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        model_args: Any = None,
+        stage_index: int | None = None,
+        *,
+        trains: bool = True,
+    ) -> None:
         run = resolve_run(config, world.size, model_args)
         self.config = config = run.config
         self.world, self.device, self.stages = world, world.device, run.stages
@@ -66,6 +75,10 @@ class Trainer:
         first = resume.find_first_stage(self.saved, self.stages) if stage_index is None else self.stages[stage_index]
         if config.training.deterministic:
             use_deterministic_kernels()
+        args = check_before_corpus(run, self.device.device.type, trains=trains, download=True)
+        if trains and self.saved:
+            path, saved_progress = self.saved
+            check_identity(saved_progress.identity, resume.identity_of(config, args, first.tp), path)
 
         # No time limit: rank 0 may tokenize for hours while the others wait.
         set_activity("preparing the corpus", 0, math.inf)
@@ -131,8 +144,6 @@ class Trainer:
     def run(self) -> None:
         """Train the rest of the curriculum. If nothing is left to train, say so and return."""
         self._set_activity("looking for a checkpoint to resume from", step=0)
-        if not self.config.checkpoint.enable:
-            resume.refuse_to_start_over(self.checkpoints, self.device.device)
         self.resume()
         steps_done, on_rank_0 = self.progress.step, self.world.rank == 0
         self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, steps_done, enabled=on_rank_0)

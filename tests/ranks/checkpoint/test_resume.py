@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, checksum, verify_ch
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.config.load import load_config, to_toml
+from torchtitan_cp.training import trainer
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +187,29 @@ def test_a_finished_stage_that_is_lengthened_and_shortened_again_counts_what_it_
         if path.name != "step-10":
             shutil.rmtree(path)
     assert ranks(2)(end_of_first_stage, run_toml, *longer[:1], "--curriculum.stages[0].steps=9")[0] == {"corpus": 5120}
+
+
+def prepared_without_corpus(path: Path, *overrides: str) -> None:
+    """On a rank: begin as a run does, which may not come to its corpus."""
+    with patch.object(trainer, "prepare_corpus", side_effect=AssertionError("the corpus would be prepared")):
+        prepared(path, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("--model.overrides.ffn_dim=64", r"was written with model \{'ffn_dim': 96\}, and the config now gives"),
+        ("--training.seed=9", "was written with seed "),
+        ("--optimizer.name=muon", "was written with optimizer adamw, state in float32"),
+        ("--optimizer.lr=1e-4", "the corpus would be prepared"),
+    ],
+)
+def test_a_checkpoint_of_another_model_seed_or_optimizer_is_refused_before_the_corpus_is_prepared(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], change: str, says: str
+) -> None:
+    folder = stopped_copy(run_toml, f"other-{change.partition('=')[0]}", 8)
+    with pytest.raises(RankFailure, match=says):
+        ranks(1)(prepared_without_corpus, run_toml, f"--job.dump_folder={folder}", change)
 
 
 def test_a_run_without_checkpoints_does_not_begin_anew_in_the_folder_of_one_that_has_some(

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import math
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, prepared, write_run
 from torchtitan_cp.checkpoint.weights import open_saved_model
+from torchtitan_cp.cli import export, generate
 from torchtitan_cp.cli.evaluate import evaluate, evaluation_config, main, write_result
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import rope_frequencies
@@ -446,6 +448,51 @@ def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_
     assert (code, written) == (0, ["step-3-stage-1"]), "the checkpoint's own result stays"
     code, said = ranks(1)(refused, *few, "300", "--stage", "9")[0]
     assert said.startswith("note: longer than the 256 tokens that")
+
+
+def test_a_checkpoint_is_evaluated_under_any_name_and_found_by_its_links(
+    ranks: Callable[[int], RankPool], gated: tuple[Path, Evaluated], tmp_path: Path
+) -> None:
+    run, few = tmp_path / "run", ("--trials", "1", "--tokens", "64", "--lengths", "128")
+    shutil.copytree(gated[0] / "run", run, ignore=shutil.ignore_patterns("evaluation"))
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace('kernel = "auto"', 'kernel = "flash"'))
+    newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
+    (run / "checkpoints" / "latest").symlink_to(newest.name)
+    (tmp_path / "favourite").symlink_to(newest)
+    shutil.copytree(newest, run / "checkpoints" / "copy of it")
+    for given in (run / "checkpoints" / "latest", tmp_path / "favourite", run / "checkpoints" / "copy of it"):
+        code, said = ranks(1)(refused, str(given), *few)[0]
+        written = list((run / "evaluation").glob("*/evaluation.json"))
+        assert (code, [file.parent.name for file in written]) == (0, [newest.name]), said
+        assert "note: context_parallel.kernel = 'flash' cannot run this model's attention here" in said
+        written[0].unlink()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate", "export"])
+def test_a_checkpoint_that_was_copied_out_of_its_run_is_told_what_it_lacks(
+    ranks: Callable[[int], RankPool],
+    gated: tuple[Path, Evaluated],
+    tmp_path: Path,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    newest = max((gated[0] / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
+    copy = tmp_path / "here" / "kept"
+    shutil.copytree(newest, copy)
+    if command == "evaluate":
+        code, said = ranks(1)(refused, str(copy))[0]
+    elif command == "generate":
+        code, said = generate.main([str(copy), "--prompt", "def "]), capsys.readouterr().err
+    else:
+        code, said = export.main([str(copy), str(tmp_path / "out")]), capsys.readouterr().err
+    assert code == 2
+    assert said.startswith(
+        f"error: {copy} is a checkpoint outside its run: {tmp_path / 'config.toml'} is missing\n  fix: "
+    )
+    assert f"or copy config.toml, and tokenizer.model if there is one, from the run's folder to {tmp_path}" in said
+    if command == "generate":
+        shutil.copyfile(gated[0] / "run" / "config.toml", tmp_path / "config.toml")
+        assert generate.main([str(copy), "--prompt", "def ", "--max-tokens", "1"]) == 0
 
 
 def test_a_run_from_before_there_was_a_bos_has_none(gated: tuple[Path, Evaluated]) -> None:

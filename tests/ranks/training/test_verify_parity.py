@@ -8,8 +8,9 @@ import pytest
 from torch import Tensor
 
 from models import ARCHITECTURES
+from tests.support.hub_models import write_start
 from tests.support.parity import rows_of, verify
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import EXPERTS, TINY, write_conversations, write_run
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.strategy import Strategy
@@ -104,6 +105,21 @@ def test_parity_holds_with_a_z_loss_and_without_what_rounds_on_purpose(
 ) -> None:
     rounding = "--training.reduce_dtype=bfloat16", "--context_parallel.kv_transfer=float8", "--parallel.cp=2"
     assert ranks(2)(verify, write_run(tmp_path), "--training.z_loss=1e-3", *rounding) == [True] * 2
+
+
+def test_the_table_names_the_model_of_a_checkpoint_cut_to_fewer_layers(
+    ranks: Callable[[int], RankPool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, ours = write_start(tmp_path, "llama"), ["--model.flavor=", "--model.overrides={}", "--parallel.cp=2"]
+    with pytest.raises(RankFailure, match=r"n_layers = 2, not 4\n.*, or set model.load_weights = false"):
+        ranks(2)(verify, path, *ours, "--model.overrides.n_layers=2")
+    fresh = (*ours, "--model.overrides.n_layers=2", "--model.load_weights=false")
+    assert ranks(2)(verify, path, *fresh) == [True] * 2
+    (comparison,) = rows_of(tmp_path)
+    parameters = 2 * 288 * 48 + 48 + 2 * (48 * 12 * (2 * 4 + 2 * 2) + 3 * 48 * 96 + 2 * 48)
+    named = f"llama {tmp_path}/hub with n_layers = 2: 2 layers, {parameters:,} parameters, fresh weights"
+    assert comparison["model"] == named
+    assert "".join(named.split()) in "".join(capfd.readouterr().out.split()), "in lines as long as the console's"
 
 
 def test_a_broken_exchange_is_found_and_the_first_layer_named(

@@ -206,6 +206,19 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, wanted: str) -
     assert wanted in message_of(tmp_path, text, override)
 
 
+@pytest.mark.parametrize("key", ["hub_checkpoint", "config", "flavor"])
+def test_overrides_that_empty_what_the_model_is_are_refused_and_another_model_is_not(tmp_path: Path, key: str) -> None:
+    text = f'[model]\n{key} = "somewhere"\noverrides = {{n_layers = 2}}'
+    wanted = f"after the overrides nothing says which model is meant; the file has model.{key}"
+    for emptied in ([f"--model.{key}="], [f"--model.{key}=''"], ["--model={}"], ["--model.flavor=", f"--model.{key}="]):
+        message = message_of(tmp_path, text, *emptied)
+        assert wanted in message
+        assert "--model.load_weights=false" in message
+    other = load_config(write(tmp_path, text), [f"--model.{key}=", "--model.flavor=debug"]).model
+    assert (other.flavor, other.hub_checkpoint, other.config) == ("debug", "", "")
+    assert load_config(write(tmp_path, "[training]\nseed = 1"), [f"--model.{key}="]).model.flavor == ""
+
+
 def test_the_resolved_config_is_a_valid_config_and_the_same(tmp_path: Path) -> None:
     config = load_config(REPOSITORY / "train_configs" / "quickstart.toml", ["--curriculum.stages[0].lr={peak = 1e-3}"])
     assert load_config(write(tmp_path, to_toml(config))) == config

@@ -34,7 +34,7 @@ from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
 from torchtitan_cp.config.sections import Model, Rope
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.training.registry import model_args_of, register
-from torchtitan_cp.training.resolve import resolve_run
+from torchtitan_cp.training.resolve import check_hub_weights, resolve_run
 from torchtitan_cp.training.resume import resume
 
 
@@ -299,6 +299,38 @@ def test_quantized_weights_are_refused_and_a_model_of_their_sizes_is_not_quantiz
     config = (tmp_path / "hub" / "config.json").read_text()
     (tmp_path / "hub" / "config.json").write_text(f'{{"model_type": "mistral3", "text_config": {config}}}')
     assert "its weights are quantized" in hub_problem(path, *chosen)
+
+
+def test_a_name_on_the_hub_is_checked_by_its_files_and_downloaded_before_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = write_start(tmp_path, "llama"), list[str]()
+    files: Any = ["config.json", "pytorch_model-00001-of-00002.bin"]
+
+    def list_files(self: Any, name: str) -> list[str]:
+        if isinstance(files, list):
+            return files
+        raise files
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns[-1])
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", list_files)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    config = load_config(path, [*PLAIN, "--model.hub_checkpoint=someone/something"])
+    pickled = r"something has neither .*; pytorch_model-00001-of-00002.bin holds pickled weights, .* read\n.*save"
+    with pytest.raises(ConfigError, match=pickled):
+        preflight(config, 1)
+    for files in (["config.json", INDEX_FILE], ConnectionError("offline")):  # noqa: B007
+        preflight(config, 1)
+    assert set(asked) == {"config.json"}, "a check downloads no weights"
+    args = model_args_of(config.model)
+    check_hub_weights(config, args, download=True)
+    assert asked[-1] == "*.safetensors*"
+    (tmp_path / "hub" / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match=r"safetensors is a pointer of Git LFS, not the weights\n.*git lfs pull"):
+        check_hub_weights(config, args, download=True)
 
 
 def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:

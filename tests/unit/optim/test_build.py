@@ -11,9 +11,10 @@ import torch
 from tests.support.small_net import assert_same, names_of, small_net, train, weights
 from torchtitan_cp.config import ConfigError, names
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
-from torchtitan_cp.optim.build import build_optimizer, check_rules, set_learning_rates
+from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.offload import keep_state_on_host
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
+from torchtitan_cp.optim.rules import check_rules
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:

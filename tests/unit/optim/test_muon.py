@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.support.muon_net import SETTINGS, NetWithExperts, gradients, small_net, train
 from torchtitan_cp.optim.build import build_optimizer
-from torchtitan_cp.optim.optimizers.muon import orthogonalize
+from torchtitan_cp.optim.muon import orthogonalize
 
 
 def test_matrices_of_the_blocks_are_muons_and_all_else_is_adamws() -> None:

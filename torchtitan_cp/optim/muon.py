@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from torchtitan_cp.attention.local_shard import local_tensor
-from torchtitan_cp.config import Config, ConfigError, sections
-from torchtitan_cp.optim.optimizers import adamw
-from torchtitan_cp.optim.optimizers.kind import Groups, OptimizerKind, one_parameter_each
+from torchtitan_cp.config import sections
+from torchtitan_cp.optim import adamw
+from torchtitan_cp.optim.optimizers import Groups
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -154,29 +154,7 @@ def build(groups: Groups, settings: sections.Optimizer, compute_dtype: torch.dty
     return Muon(matrices, rest, momentum=MOMENTUM, dtype=compute_dtype)
 
 
-def identity(settings: sections.Optimizer, n_experts: int, tp: int) -> dict[str, Any]:
-    """See OptimizerKind. Runs of earlier versions may have trained experts with AdamW, whose moments differ."""
-    same = adamw.identity(settings, n_experts, tp)
-    if n_experts:
-        same["optimizer"] = f"muon, experts too, state in {settings.state}"
-    return same
-
-
-def check(config: Config, tp_degrees: set[int]) -> None:
-    """See OptimizerKind."""
-    adamw.check(config, tp_degrees)
-    if config.parallel.fsdp_cpu_offload:
-        raise ConfigError(
-            "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon', whose ranks exchange whole matrices",
-            fix="use adamw, or optimizer.offload_state = true instead of parallel.fsdp_cpu_offload",
-        )
-
-
 def parts(groups: Groups) -> Iterator[Groups]:
     """A parameter each of AdamW's, and the batches that ranks orthogonalise together."""
-    yield from one_parameter_each([group for group in groups if not group["muon"]])
+    yield from adamw.parts([group for group in groups if not group["muon"]])
     yield from matrix_batches(groups)
-
-
-# A momentum is all its state.
-MUON = OptimizerKind(build, lambda settings: 4.0, identity, check, blocks_only=True, parts=parts)
