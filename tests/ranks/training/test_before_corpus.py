@@ -74,7 +74,6 @@ def verdicts(path: Path, missing: str, *overrides: str) -> tuple[str, str]:
         (["--optimizer.state=8bit"], "torchao.optim", "optimizer.state = '8bit' needs the package `torchao`"),
         (["--metrics.wandb=mine"], "wandb", "metrics.wandb needs the package `wandb`"),
         (["--optimizer.groups=[{match = 'router'}]"], "", "optimizer.groups[0].match = 'router' matches no parameter"),
-        (["--data.separator=300"], "", "data.separator = 300 is not a token id"),
         (["--model.overrides.vocab_size=200"], "", "the model has 200 embeddings and the tokenizer 257 pieces"),
         (["--checkpoint.enable=false"], "", "holds checkpoints, and checkpoint.enable = false would begin anew"),
     ],
