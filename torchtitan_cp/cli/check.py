@@ -45,6 +45,7 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
         UserError, ContextParallelError: the first problem found.
     """
     run = resolve_run(config, ranks)
+    config = run.config
     check_files(config)
     args = fit_vocabulary(run, vocabulary_size(config.tokenizer))
     if trains:

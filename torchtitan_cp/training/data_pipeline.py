@@ -39,6 +39,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
         UserError: the file, or the corpus, cannot be read.
     """
     if not config.tokenizer.trained:
+        start_folder(config.model)  # of a name on the hub: it has the tokenizer, and may have to be downloaded again
         return load_tokenizer(config.tokenizer)
     return prepare(config.data, config.tokenizer, start_folder(config.model)).tokenizer
 

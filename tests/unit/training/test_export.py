@@ -14,7 +14,8 @@ from tests.support.disks import failing_lists
 from torchtitan_cp.config.sections import Config, Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import ChatTemplate
-from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, train_sentencepiece
+from torchtitan_cp.data.corpus.tokenizer import load_tokenizer
+from torchtitan_cp.data.corpus.tokenizer_training import train_sentencepiece
 from torchtitan_cp.training.export import start_exports
 from torchtitan_cp.training.export import write_tokenizer as export_tokenizer
 
