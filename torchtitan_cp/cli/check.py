@@ -8,7 +8,14 @@ from torchtitan_cp.cli.train import default_ranks
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
 from torchtitan_cp.training.registry import config_for_hub
-from torchtitan_cp.training.resolve import check_files, check_hub_weights, doctor_config, fit_vocabulary, resolve_run
+from torchtitan_cp.training.resolve import (
+    check_files,
+    check_hub_tokenizer,
+    check_hub_weights,
+    doctor_config,
+    fit_vocabulary,
+    resolve_run,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +54,8 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
     run = resolve_run(config, ranks)
     config = run.config
     check_files(config)
+    if trains:
+        check_hub_tokenizer(config)
     args = fit_vocabulary(run, vocabulary_size(config.tokenizer))
     if trains:
         check_hub_weights(config, args)

@@ -252,37 +252,39 @@ def _match_tokenizer(tokenizer: Tokenizer, class_name: str, out: Path, conversat
         exported.backend_tokenizer.save(str(out / TOKENIZER_JSON))
         exported = load()
     around = conversations or not isinstance(tokenizer, SentencePieceTokenizer)
-    unlike = _sample_read_unlike(tokenizer, exported, around=around)
-    if unlike is not None:
-        logger.warning(
-            "THE EXPORTED TOKENIZER reads text unlike %s in training, e.g. %r: it is read as %s",
-            *(tokenizer.path, unlike, type(exported).__name__),
-        )
+    for text in (_text_read_unlike(tokenizer, exported), _token_read_unlike(tokenizer, exported, around=around)):
+        if text is not None:
+            logger.warning(
+                "THE EXPORTED TOKENIZER reads text unlike %s in training, e.g. %r: it is read as %s",
+                *(tokenizer.path, text, type(exported).__name__),
+            )
 
 
-def _sample_read_unlike(tokenizer: Tokenizer, exported: Any, *, around: bool) -> str | None:
-    """The first sample that transformers reads otherwise than training: plain text, then each added or special token.
-
-    Args:
-        exported: tokenizer of transformers.
-        around: compare also the text around these tokens.
-    """
+def _text_read_unlike(tokenizer: Tokenizer, exported: Any) -> str | None:
+    """The first sample of plain text that transformers' tokenizer reads otherwise than training."""
     for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
         expected = [*tokenizer.bos_ids, *ids.tolist()]
         # Behind the text it may add an end token, which training adds at the end of a document.
         same_start = exported(text)["input_ids"][: len(expected)] == expected
         if exported(text, add_special_tokens=False)["input_ids"] != ids.tolist() or not same_start:
             return text
+    return None
+
+
+def _token_read_unlike(tokenizer: Tokenizer, exported: Any, *, around: bool) -> str | None:
+    """The first text with an added or special token that transformers' tokenizer reads otherwise than training.
+
+    Args:
+        around: text around the token is compared too.
+    """
     if exported.eos_token_id != tokenizer.eos_id:
         return tokenizer.eos_token
-    own = {token.content: index for token, index in tokenizer.added.items()}
-    theirs = exported.get_added_vocab()
-    texts = [f"a{text}b {text} c" if around else text for text in own | theirs]
-    found = exported(texts, add_special_tokens=False)["input_ids"] if texts else []
-    for text, (ids, _), their_ids in zip(texts, tokenizer.encode_chat_batch(texts), found, strict=True):
-        if ids.tolist() != their_ids:
-            return text
-    return None
+    tokens = dict.fromkeys([*(token.content for token in tokenizer.added), *exported.get_added_vocab()])
+    texts = [f"a{token}b {token} c" if around else token for token in tokens]
+    rows = zip(
+        texts, tokenizer.encode_chat_batch(texts), exported(texts, add_special_tokens=False)["input_ids"], strict=True
+    )
+    return next((text for text, (ids, _), theirs in rows if ids.tolist() != theirs), None)
 
 
 def _set_spaces(backend: Any, spaces: str, conversations: bool) -> None:

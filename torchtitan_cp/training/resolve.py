@@ -216,27 +216,27 @@ def check_files(config: Config) -> None:
 
 
 def check_hub_weights(config: Config, args: Any) -> None:
-    """Check that model.hub_checkpoint has weights and the run their tokenizer, unless the run resumes.
-
-    With `hub.load`, the weights must fit these args.
+    """Check that model.hub_checkpoint has weights, unless the run resumes. With `hub.load`, they must fit these args.
 
     Raises:
-        UserError: it has none, or those of another model or tokenizer.
+        ConfigError: it has none, or those of another model.
     """
     folder = Path(os.path.expanduser(config.model.hub_checkpoint))
-    resumes = any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*"))
-    if not (config.model.hub_checkpoint and config.model.load_weights) or resumes:
-        return
-    if folder.is_dir():
+    if _begins_with_hub_weights(config) and folder.is_dir():
         files_by_tensor(folder)
         hub = registry.architecture(config.model).hub
         if hub.load:
             load_parts(folder, [registry.empty_model(config.model, args)], (), hub, lambda *_, **__: True)
-    check_hub_tokenizer(config)
+
+
+def _begins_with_hub_weights(config: Config) -> bool:
+    """Whether the run loads model.hub_checkpoint: it does not resume."""
+    resumes = any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*"))
+    return bool(config.model.hub_checkpoint and config.model.load_weights) and not resumes
 
 
 def check_hub_tokenizer(config: Config) -> None:
-    """Refuse weights of model.hub_checkpoint under a tokenizer whose ids mean other text than in their own.
+    """Refuse weights of model.hub_checkpoint under a tokenizer whose ids mean other text, unless the run resumes.
 
     Added and special tokens may differ, as those of a base model and its chat model do. A checkpoint without
     tokenizer.json and tokenizer.model goes with any tokenizer but one that the corpus is yet to make.
@@ -245,8 +245,10 @@ def check_hub_tokenizer(config: Config) -> None:
         config: as `with_defaults` returns it.
 
     Raises:
-        UserError: naming the tokenizer, and the first ids that differ.
+        UserError: naming the tokenizer, and the first id that differs.
     """
+    if not _begins_with_hub_weights(config):
+        return
     settings, name = config.tokenizer, config.model.hub_checkpoint
     start = registry.start_folder(config.model)
     files = find_tokenizers(start) if start else {}

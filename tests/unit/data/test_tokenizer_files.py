@@ -1,5 +1,6 @@
 """The files beside a tokenizer, with transformers as the judge: special tokens by name, added tokens, the end token."""
 
+import hashlib
 import json
 import random
 import shutil
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.support.chats import write_llama_model
 from tests.support.deep import deep_rows
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, template_variables
+from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, load_tokenizer, other_pieces, template_variables
 from torchtitan_cp.data.errors import DataError
 
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "image_token")
@@ -130,3 +131,158 @@ def test_tokens_are_those_of_transformers_on_the_same_files(
         for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
             whole = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
             assert ids.tolist() == whole, f"{about} {text!r}"
+
+
+# End tokens of families that are trained here, as their tokenizer_config.json names them.
+ENDS = {
+    "Apertus, ERNIE 4.5, Mistral": "</s>",
+    "Cohere": "<|END_OF_TURN_TOKEN|>",
+    "DeepSeek": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "dots1": "<|endofresponse|>",
+    "EXAONE 4": "[|endofturn|]",
+    "Gemma": "<eos>",
+    "GLM, OLMo, Qwen": "<|endoftext|>",
+    "gpt-oss": "<|return|>",
+    "Granite, Llama 3": "<|end_of_text|>",
+    "HyperCLOVA X": "<|endofturn|>",
+    "Kimi": "[EOS]",
+    "LongCat": "</longcat_s>",
+    "MiniMax M2": "[e~[",
+    "NanoChat": "<|assistant_end|>",
+    "Phi 4, SmolLM 3": "<|im_end|>",
+    "Seed-OSS": "<seed:eos>",
+}
+
+
+def write_json_tokenizer(folder: Path, source: Path, special: list[str], **config: Any) -> Path:
+    """A tokenizer.json with other special tokens than the source's `</s>`, which is an ordinary piece of it."""
+    values = json.loads(source.read_text("utf-8"))
+    values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] != "</s>"]
+    made = tokenizers.Tokenizer.from_str(json.dumps(values))
+    made.add_special_tokens(special)
+    made.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": PLAIN, **config}))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_documents_of_a_family_end_with_the_token_that_its_files_name(
+    tmp_path: Path, sources: dict[str, Path], family: str
+) -> None:
+    """Another special token would be the guess, and `</s>` is in the vocabulary as an ordinary piece."""
+    end = ENDS[family]
+    as_object = {"__type": "AddedToken", "content": end, "lstrip": False, "normalized": False, "rstrip": False}
+    path = write_json_tokenizer(tmp_path, sources["huggingface"], ["<|eot_id|>", end])
+    for values in (end, as_object):
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": PLAIN}))
+            (tmp_path / name).write_text(json.dumps({"tokenizer_class": PLAIN, "eos_token": values}))
+            ours, theirs = (
+                load_tokenizer(TokenizerConfig("huggingface", str(path))),
+                AutoTokenizer.from_pretrained(tmp_path),
+            )
+            assert (ours.eos_token, ours.eos_id) == (theirs.eos_token, theirs.eos_token_id)
+            assert ours.eos_token == end
+            (tmp_path / name).unlink()
+
+
+def test_an_ordinary_piece_never_ends_a_document_unless_a_file_names_it(
+    tmp_path: Path, sources: dict[str, Path]
+) -> None:
+    path = write_json_tokenizer(tmp_path, sources["huggingface"], ["[EOS]"], eos_token="[EOS]")
+    settings = TokenizerConfig("huggingface", str(path))
+    piece = json.loads(path.read_text())["model"]["vocab"]["</s>"]
+    assert load_tokenizer(settings).eos_token == "[EOS]"
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match="no file beside it names an eos_token, and its special tokens have none of"):
+        load_tokenizer(settings)
+    write_json_tokenizer(tmp_path, sources["huggingface"], ["<|eot_id|>"])
+    assert load_tokenizer(settings).eos_token == "<|eot_id|>"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert load_tokenizer(settings).eos_id == piece
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+def test_prepared_tokens_are_made_again_only_if_the_files_change_them(
+    tmp_path: Path, sources: dict[str, Path], kind: str
+) -> None:
+    path = Path(shutil.copy(sources[kind], tmp_path))
+
+    def fingerprint(**files: Any) -> str:
+        for name, values in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(values))
+        found = load_tokenizer(TokenizerConfig(kind, str(path))).fingerprint
+        for name in files:
+            (tmp_path / f"{name}.json").unlink()
+        return found
+
+    alone = hashlib.sha256(path.read_bytes() + b"</s>bos [0]" * (kind == "huggingface")).hexdigest()
+    assert fingerprint() == fingerprint(special_tokens_map={"eos_token": "</s>", "bos_token": "<s>"}) == alone
+    changed = [
+        fingerprint(tokenizer_config={"eos_token": "<s>"}),
+        fingerprint(tokenizer_config={"pad_token": "<pad>"}),
+        fingerprint(added_tokens={"<pad>": 500}),
+    ]
+    assert len({alone, *changed}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read: "),
+        ("special_tokens_map.json", "[]", "special_tokens_map.json holds no JSON object"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"5": "<x>"}}',
+            "tokenizer_config.json is not as transform",
+        ),
+        ("added_tokens.json", '{"<x>": "five"}', "added_tokens.json is not as transformers writes it: ValueError"),
+    ],
+)
+def test_a_damaged_file_beside_a_tokenizer_is_named(
+    tmp_path: Path, sources: dict[str, Path], name: str, content: str, message: str
+) -> None:
+    path = shutil.copy(sources["huggingface"], tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_tokenizer(TokenizerConfig("huggingface", str(path)))
+    assert caught.value.fix == "correct or remove it"
+
+
+def test_a_file_gives_a_piece_another_name(tmp_path: Path, sources: dict[str, Path]) -> None:
+    """As InternLM's: the model has placeholders, and tokenizer_config.json says which tokens they are."""
+    path = write_llama_model(tmp_path / "tokenizer.model", control_symbols=["[UNUSED_1]"])
+    token = {"content": "<|plugin|>", "special": True, "normalized": False}
+    config = {"tokenizer_class": PLAIN, "added_tokens_decoder": {"3": token}, "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = load_tokenizer(TokenizerConfig("sentencepiece", str(path))), AutoTokenizer.from_pretrained(tmp_path)
+    text = "the <|plugin|>re"
+    [(ids, _)] = ours.encode_chat_batch([text])
+    assert ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    assert 3 in ids
+    assert ours.decode(ids) == "the re"
+    assert ours.vocab_size == 400
+
+
+def test_vocabularies_are_compared_by_what_ids_mean(tmp_path: Path, sources: dict[str, Path]) -> None:
+    """The same model under other special tokens, or as a tokenizer.json, is the same; another one differs."""
+    own = load_tokenizer(TokenizerConfig("sentencepiece", str(sources["sentencepiece"])))
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    shutil.copy(sources["sentencepiece"], folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer", "eos_token": "[END]"})
+    )
+    AutoTokenizer.from_pretrained(folder).backend_tokenizer.save(str(folder / "tokenizer.json"))
+    chat = load_tokenizer(TokenizerConfig("sentencepiece", str(folder / "tokenizer.model")))
+    converted = load_tokenizer(TokenizerConfig("huggingface", str(folder / "tokenizer.json")))
+    assert own.eos_token != chat.eos_token == converted.eos_token
+    assert other_pieces(own, chat) == other_pieces(chat, converted) == other_pieces(converted, own) == []
+    # As Gemma's converter writes it.
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace('"<0x09>":', '"\\t":'))
+    assert other_pieces(own, load_tokenizer(TokenizerConfig("huggingface", str(folder / "tokenizer.json")))) == []
+    larger = write_llama_model(tmp_path / "larger.model", control_symbols=["<end>", "<two>"])
+    other = load_tokenizer(TokenizerConfig("sentencepiece", str(larger)))
+    assert len(other_pieces(own, other)) > 100
+    assert len(other_pieces(own, ByteTokenizer())) > 390

@@ -73,56 +73,57 @@ class SentencePieceTokenizer:
             raise _not_a_model(path, "a SentencePiece model", error) from error
         if not self._pieces:
             raise _not_a_model(path, "a SentencePiece model", "it is empty")
-        files = read_tokenizer_files(path.parent)
-        own = {f"{name}_token": getattr(self._processor, f"{name}_id")() for name in ("bos", "eos", "unk")}
-        names = {name: self._processor.id_to_piece(token) for name, token in own.items() if token >= 0}
-        if not (names.keys() | files.names.keys()) & {"eos_token"}:
+        files, names = read_tokenizer_files(path.parent), self._own_names()
+        own = {name: text for name, text in names.items() if name not in files.named or name == "eos_token"}
+        self.special_tokens = own | files.names
+        if "eos_token" not in self.special_tokens:
             raise DataError(
                 f"the SentencePiece model {path} has no end-of-text token, which ends each document",
                 fix=f"name one as eos_token in a {CONFIG_FILE} beside it, train it with eos_id >= 0, or leave "
                 "tokenizer.path out to train one on the corpus",
             )
-        unnamed = {name: text for name, text in names.items() if name not in files.named or name == "eos_token"}
-        self.special_tokens = unnamed | files.names
-        control = map(self._processor.id_to_piece, filter(self._processor.is_control, range(self._pieces)))
-        own_added = {AddedToken(text, special=True): self._piece_id(text) for text in control}
-        self.added = self._number(files, own_added)
+        self.added = self._number_added(files)
         ids = {token.content: index for token, index in self.added.items()}
         self.vocab_size: int = max(self._pieces, *(index + 1 for index in ids.values()))
         self.eos_token: str = self.special_tokens["eos_token"]
         self.eos_id: int = ids[self.eos_token]
         begins = bos and files.settings.get("add_bos_token") is True and "bos_token" in self.special_tokens
         self.bos_ids = [ids[self.special_tokens["bos_token"]]] if begins else []
-        own_added |= {AddedToken(text, special=True): own[name] for name, text in names.items()}
-        changed = sorted(self.added.items() - own_added.items(), key=repr)
-        changed_end = self.eos_token if self.eos_id != own["eos_token"] else ""
-        suffix = f"{changed} {changed_end}" if changed or changed_end else ""
-        self.fingerprint = _fingerprint(model + suffix.encode(), self.bos_ids)
+        own_ids = {AddedToken(text, special=True): self._piece_id(text) for text in (*self._control(), *names.values())}
+        changed = [f"{token} {index}" for token, index in self.added.items() if own_ids.get(token) != index]
+        changed += [self.eos_token] * (self.eos_token != names.get("eos_token"))
+        self.fingerprint = _fingerprint(model + "".join(sorted(changed)).encode(), self.bos_ids)
         self.spaces: str = self._processor.normalize("   a")
         self._threads = usable_cores()
         self._chat_literals = {token: [index] for token, index in self.added.items()} | self._find_marks()
         self._literals = {token: None if token.special else row for token, row in self._chat_literals.items()}
-        self._literal = re.compile("|".join(token.pattern for token, row in self._literals.items() if row) or "(?!)")
+        read = [token.pattern for token, row in self._literals.items() if row]
+        self._has_literal = re.compile("|".join(read)).search if read else lambda text: None
         # What ids decode to that SentencePiece does not know, or knows by another text.
         texts = {index: "" if token.special else token.content for token, index in self.added.items()}
         self._texts = {index: text for index, text in texts.items() if text or not self._is_control(index)}
 
+    def _own_names(self) -> dict[str, str]:
+        """The model's own bos_token, eos_token and unk_token, those that it has."""
+        ids = {f"{name}_token": getattr(self._processor, f"{name}_id")() for name in ("bos", "eos", "unk")}
+        return {name: self._processor.id_to_piece(index) for name, index in ids.items() if index >= 0}
+
+    def _control(self) -> list[str]:
+        """The model's control pieces."""
+        return [self._processor.id_to_piece(index) for index in range(self._pieces) if self._is_control(index)]
+
     def _is_control(self, index: int) -> bool:
         return index < self._pieces and bool(self._processor.is_control(index))
 
-    def _number(self, files: TokenizerFiles, own: Mapping[AddedToken, int]) -> dict[AddedToken, int]:
-        """The added tokens with their ids: a piece's, or that of a piece which a file renames, or a new one.
-
-        Args:
-            own: the model's special tokens with their ids.
-        """
+    def _number_added(self, files: TokenizerFiles) -> dict[AddedToken, int]:
+        """The added tokens with their ids: a piece's, or that of a piece which a file renames, or a new one."""
         assert self.path
+        control = [AddedToken(text, special=True) for text in self._control()]
         beside = read_own_added(self.path.parent)
         given = {token.content: index for index, token in files.listed.items() if index < self._pieces}
         given |= {token.content: index for index, token in beside.items()}
-        tokens = [*own, *beside.values(), *files.added(beside, self.special_tokens, own)]
         numbered, size = dict[str, tuple[AddedToken, int]](), self._pieces
-        for token in tokens:
+        for token in (*control, *beside.values(), *files.added(beside, self.special_tokens, control)):
             index = numbered[token.content][1] if token.content in numbered else self._piece_id(token.content)
             index = given.get(token.content, size) if index < 0 else index
             numbered[token.content], size = (token, index), max(size, index + 1)
@@ -152,7 +153,7 @@ class SentencePieceTokenizer:
         """Token ids of each text, `[tokens]` int32, without special tokens, on all usable cores."""
         rows = self._processor.encode(list(texts), num_threads=self._threads)
         for index, text in enumerate(texts):
-            if self._literal.search(text):
+            if self._has_literal(text):
                 [(rows[index], _)] = _encode_parts([text], self._literals, self._encode_with_starts)
         return [np.asarray(row, dtype=np.int32) for row in rows]
 
