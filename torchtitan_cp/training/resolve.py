@@ -120,7 +120,8 @@ def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
     if 0 < args.vocab_size < size:
         raise ConfigError(
             f"the model has {args.vocab_size} embeddings and the tokenizer {size} pieces",
-            fix="use the checkpoint's own tokenizer, or set model.load_weights = false for fresh weights"
+            fix="use the checkpoint's own tokenizer, whose special_tokens_map.json and tokenizer_config.json name no "
+            "token that its vocabulary lacks, or set model.load_weights = false for fresh weights"
             if run.config.model.hub_checkpoint and run.config.model.load_weights
             else "set model.overrides = {vocab_size = 0} to take the tokenizer's, or use another tokenizer",
         )
