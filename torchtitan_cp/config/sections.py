@@ -71,8 +71,8 @@ class Tokenizer:
             cached
         bos: documents of plain text begin with the tokenizer's BOS token, if it has one, as Gemma's and Llama's do;
             false: without it
-        vocab_size: pieces of a SentencePiece model trained on the corpus; beside model.hub_checkpoint any number but the
-            default asks for one
+        vocab_size: pieces of a SentencePiece model trained on the corpus; beside model.hub_checkpoint, any number but
+            the default asks for one
     """
 
     kind: str = key("sentencepiece", choices=("sentencepiece", "bytes", "huggingface"))

@@ -23,6 +23,7 @@ from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus import tokenization
+from torchtitan_cp.data.corpus.added_tokens import AddedToken
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.tokenization import tokenize
@@ -34,7 +35,6 @@ from torchtitan_cp.data.corpus.tokenizer import (
     load_tokenizer,
     vocabulary_size,
 )
-from torchtitan_cp.data.corpus.tokenizer_files import AddedToken
 from torchtitan_cp.data.corpus.tokenizer_training import train_sentencepiece
 
 SAMPLE = [Path(sentencepiece.__file__).read_text(), Path(__file__).read_text()]

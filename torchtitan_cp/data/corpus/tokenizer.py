@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cached_property
 from itertools import chain
@@ -15,12 +15,12 @@ import sentencepiece
 
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.corpus.added_tokens import AddedToken, encode_around_tokens
 from torchtitan_cp.data.corpus.tokenizer_files import (
     CONFIG_FILE,
     JSON_FILE,
     MODEL_FILE,
     SPECIAL_FILES,
-    AddedToken,
     TokenizerFiles,
     read_own_added,
     read_tokenizer_files,
@@ -154,7 +154,7 @@ class SentencePieceTokenizer:
         rows = self._processor.encode(list(texts), num_threads=self._threads)
         for index, text in enumerate(texts):
             if self._has_literal(text):
-                [(rows[index], _)] = _encode_parts([text], self._literals, self._encode_with_starts)
+                [(rows[index], _)] = encode_around_tokens([text], self._literals, self._encode_with_starts)
         return [np.asarray(row, dtype=np.int32) for row in rows]
 
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -166,7 +166,7 @@ class SentencePieceTokenizer:
         Returns:
             for each text its token ids, `[n]` int32, and the character at which each begins, `[n]` int64.
         """
-        return _encode_parts(texts, self._chat_literals, self._encode_with_starts)
+        return encode_around_tokens(texts, self._chat_literals, self._encode_with_starts)
 
     def _encode_with_starts(self, parts: list[str], behind: bool) -> list[tuple[Any, Any]]:
         processor = self._without_prefix if behind else self._processor
@@ -215,7 +215,7 @@ class ByteTokenizer:
             # A byte 10xxxxxx continues a character.
             return [(ids, np.cumsum(ids & 0xC0 != 0x80) - 1) for ids in self.encode_batch(parts)]
 
-        return _encode_parts(texts, {token: [index] for token, index in self.added.items()}, encode)
+        return encode_around_tokens(texts, {token: [index] for token, index in self.added.items()}, encode)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See SentencePieceTokenizer. Bytes that are not UTF-8 become U+FFFD."""
@@ -308,64 +308,6 @@ class HuggingFaceTokenizer:
 
 def _fingerprint(content: bytes, bos_ids: list[int]) -> str:
     return hashlib.sha256(content + f"bos {bos_ids}".encode() * bool(bos_ids)).hexdigest()
-
-
-def _encode_parts(
-    texts: Sequence[str],
-    literals: Mapping[AddedToken, list[int] | None],
-    encode: Callable[[list[str], bool], list[tuple[Any, Any]]],
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """As encode_chat_batch.
-
-    Args:
-        literals: tokens, at least one, that are found in a text first, with the ids that each becomes; None: it is
-            found, so that no part of it is, and stays text.
-        encode: (parts of text between them, whether they follow one) -> ids and starts of each part.
-    """
-    passes = [[token for token in literals if token.normalized == normalized] for normalized in (False, True)]
-    patterns = list[tuple[re.Pattern[str], list[AddedToken]]]()
-    for tokens in filter(None, passes):
-        tokens.sort(key=lambda token: -len(token.content))  # of those that begin together the longest is read
-        patterns.append((re.compile("|".join(f"({token.pattern})" for token in tokens)), tokens))
-
-    def split(text: str) -> list[tuple[int, str, list[int]]]:
-        """Texts and, between them, ids of literals, each with its start; the first and the last are texts."""
-        parts = [(0, text, list[int]())]
-        for pattern, tokens in patterns:
-            earlier, parts = parts, []
-            for start, part, ids in earlier:
-                parts += [(start, part, ids)] if ids else cut(start, part, pattern, tokens)
-        return parts
-
-    def cut(
-        begin: int, text: str, pattern: re.Pattern[str], tokens: list[AddedToken]
-    ) -> Iterator[tuple[int, str, list[int]]]:
-        end = 0
-        for match in pattern.finditer(text):
-            token, start = tokens[(match.lastindex or 1) - 1], match.start()
-            ids = literals[token]
-            if ids is None:
-                continue
-            while token.lstrip and end < start and text[start - 1].isspace():
-                start -= 1
-            yield begin + end, text[end:start], []
-            yield begin + start, "", ids
-            end = match.end()
-        yield begin + end, text[end:], []
-
-    rows = [split(text) for text in texts]
-    first = iter(encode([parts[0][1] for parts in rows], False))
-    later = iter(encode([part for parts in rows for _, part, _ in parts[2::2]], True))
-
-    def joined(parts: list[tuple[int, str, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
-        ids, starts = list[np.ndarray](), list[np.ndarray]()
-        for index, (start, _, literal) in enumerate(parts):
-            tokens, begins = (literal, [0] * len(literal)) if index % 2 else next(later if index else first)
-            ids.append(np.asarray(tokens, dtype=np.int32))
-            starts.append(np.asarray(begins, dtype=np.int64) + start)
-        return np.concatenate(ids), np.concatenate(starts)
-
-    return [joined(parts) for parts in rows]
 
 
 Tokenizer = SentencePieceTokenizer | ByteTokenizer | HuggingFaceTokenizer

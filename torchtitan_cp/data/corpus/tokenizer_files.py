@@ -1,12 +1,13 @@
 """What the JSON files beside a tokenizer say of its special and added tokens, read as transformers 5 reads them."""
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan_cp.data.corpus.added_tokens import AddedToken
 from torchtitan_cp.data.errors import DataError
 
 CONFIG_FILE, MAP_FILE, ADDED_FILE = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -15,33 +16,6 @@ MODEL_FILE, JSON_FILE = "tokenizer.model", "tokenizer.json"
 # The names that transformers knows; a file may have others that end in _token.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_LISTS = ("extra_special_tokens", "additional_special_tokens")
-
-
-@dataclass(frozen=True)
-class AddedToken:
-    """A token that is found in a text before the vocabulary splits it, as in the `tokenizers` package.
-
-    Attributes:
-        content: its text.
-        special: it is not read from a document's plain text, and not decoded.
-        normalized: it is sought in the normalized text.
-        lstrip, rstrip: it takes the whitespace before and after it.
-        single_word: it is not read inside a word.
-    """
-
-    content: str
-    special: bool = False
-    normalized: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
-    single_word: bool = False
-
-    @property
-    def pattern(self) -> str:
-        """A regular expression for the texts of this token, without the whitespace before it."""
-        text = re.escape(self.content)
-        text = rf"(?<!\w){text}(?!\w)" if self.single_word else text
-        return text + r"\s*" * self.rstrip
 
 
 @dataclass(frozen=True)
@@ -107,48 +81,70 @@ def read_tokenizer_files(folder: Path | None) -> TokenizerFiles:
     settings = _read(folder, CONFIG_FILE)
     lists_all = "added_tokens_decoder" in settings
     special_map, added = ({}, {}) if lists_all else (_read(folder, MAP_FILE), _read(folder, ADDED_FILE))
-    special_map = {
-        name: {**value, "special": True} if isinstance(value, dict) else value for name, value in special_map.items()
-    }
-    where = folder / CONFIG_FILE if folder else Path()
-    try:
-        # Of names that transformers does not know, those of tokenizer_config.json stay.
-        unknown = {name: value for name, value in settings.items() if name not in NAMES and isinstance(value, str)}
-        named = {
-            name: _special(value)
-            for name, value in {**settings, **special_map, **unknown}.items()
-            if name in NAMES or (name.endswith("_token") and isinstance(value, str | dict))
-        }
-        extra, later = list[str | AddedToken](), list[str | AddedToken]()
-        for values in (settings, special_map):
-            given, older = (values.get(key) or [] for key in EXTRA_LISTS)
-            if values is settings:
-                given, older = given or older, []
-            if isinstance(given, dict):
-                named |= {name: _special(value) for name, value in given.items()}
-                given = []
-            extra += [token for token in map(_special, given) if token and token not in extra]
-            later += filter(None, map(_special, older))
+    for value in special_map.values():
+        if isinstance(value, dict) and "content" in value:
+            value["special"] = True
+    with _name_file(folder, CONFIG_FILE if lists_all or not special_map else MAP_FILE):
+        named = _read_names(settings, special_map)
+        extra, later = _read_extra(settings, special_map)
         listed = {int(index): _token(value) for index, value in settings.get("added_tokens_decoder", {}).items()}
-        where = folder / ADDED_FILE if folder else Path()
-        special = {_text(token) for token in (*named.values(), *extra) if token}
+    special = {_text(token) for token in (*named.values(), *extra) if token}
+    with _name_file(folder, ADDED_FILE):
         for content, index in added.items():
-            is_special = content in special
-            listed[int(index)] = AddedToken(content, special=is_special, normalized=not is_special)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{where} is not as transformers writes it: {error!r}", fix="correct or remove it") from error
-    return TokenizerFiles(settings, named, listed, tuple(extra), tuple(later), lists_all)
+            listed[int(index)] = AddedToken(content, content in special, normalized=content not in special)
+    listed = {index: token for index, token in listed.items() if token.content}
+    return TokenizerFiles(settings, named, listed, extra, later, lists_all)
+
+
+def _read_names(settings: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str | AddedToken | None]:
+    """Special tokens by name, of tokenizer_config.json and special_tokens_map.json."""
+    # Of names that transformers does not know, those of tokenizer_config.json stay.
+    unknown = {name: value for name, value in settings.items() if name not in NAMES and isinstance(value, str)}
+    found = {**settings, **special_map, **unknown}
+    named = {name: _special(value) for name, value in found.items() if name in NAMES or name.endswith("_token")}
+    for values in (_given_extra(settings), special_map.get(EXTRA_LISTS[0])):
+        if isinstance(values, dict):
+            named |= {name: _special(value) for name, value in values.items()}
+    return named
+
+
+def _given_extra(settings: dict[str, Any]) -> Any:
+    return next((settings[key] for key in EXTRA_LISTS if settings.get(key)), [])
+
+
+def _read_extra(
+    settings: dict[str, Any], special_map: dict[str, Any]
+) -> tuple[tuple[str | AddedToken, ...], tuple[str | AddedToken, ...]]:
+    """`extra` and `later` of TokenizerFiles."""
+    lists = (_given_extra(settings), *(special_map.get(key) for key in EXTRA_LISTS))
+    extra, more, later = (map(_special, values) if isinstance(values, list) else () for values in lists)
+    return tuple(token for token in dict.fromkeys((*extra, *more)) if token), tuple(token for token in later if token)
 
 
 def read_own_added(folder: Path) -> dict[int, AddedToken]:
-    """The added tokens of a tokenizer.json by id; empty without that file."""
-    return {token["id"]: _token(token) for token in _read(folder, JSON_FILE).get("added_tokens", [])}
+    """The added tokens of a tokenizer.json by id; empty without that file.
+
+    Raises:
+        DataError: the file is not such JSON.
+    """
+    with _name_file(folder, JSON_FILE):
+        return {token["id"]: _token(token) for token in _read(folder, JSON_FILE).get("added_tokens", [])}
 
 
 def find_tokenizers(folder: Path) -> dict[str, Path]:
     """The tokenizer's files in a checkpoint's folder by tokenizer.kind, the preferred one first."""
     files = {"huggingface": folder / JSON_FILE, "sentencepiece": folder / MODEL_FILE}
     return {kind: file for kind, file in files.items() if file.is_file()}
+
+
+@contextmanager
+def _name_file(folder: Path | None, name: str) -> Iterator[None]:
+    """Name the file in the error for values of another form."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        path = (folder or Path()) / name
+        raise DataError(f"{path} is not as transformers writes it: {error!r}", fix="correct or remove it") from error
 
 
 def _read(folder: Path | None, name: str) -> dict[str, Any]:
