@@ -45,6 +45,7 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
         UserError, ContextParallelError: the first problem found.
     """
     run = resolve_run(config, ranks)
+    config = run.config
     check_files(config)
     args = check_before_corpus(run, find_device().device.type, trains=trains)
     for stage in run.stages:

@@ -22,6 +22,7 @@ from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.data.corpus.chat import CONFIG_FILE, ChatTemplate
 from torchtitan_cp.data.corpus.store import read_json, write_json
 from torchtitan_cp.data.corpus.tokenizer import SPACE_MARK, SentencePieceTokenizer, Tokenizer, tokenizer_files
+from torchtitan_cp.data.corpus.tokenizer_files import MAP_FILE, read_tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training.chat import chat_templates_of, end_tokens_of
 from torchtitan_cp.training.data_pipeline import tokenizer_of
@@ -225,9 +226,12 @@ def write_tokenizer(
         if (values.get("model_max_length") or length) < length:
             values["model_max_length"] = length
         write_json(out / CONFIG_FILE, values)
-        # A tokenizer.json with the plain class decides everything, so it cannot differ.
-        decided = (settings.kind, values["tokenizer_class"], settings.bos) == ("huggingface", PLAIN_CLASS, True)
-        if settings.path and not decided:
+        if read_tokenizer_files(out).names.get("eos_token") != tokenizer.eos_token:
+            # The files beside the run's tokenizer named none, and those of the checkpoint it started from another.
+            write_json(out / CONFIG_FILE, {**values, "eos_token": tokenizer.eos_token})
+            special_map = read_json(out / MAP_FILE) or {}
+            write_json(out / MAP_FILE, {name: token for name, token in special_map.items() if name != "eos_token"})
+        if settings.path:
             conversations = any(source.conversations for source in config.data.by_name().values())
             try:
                 _match_tokenizer(tokenizer, values["tokenizer_class"], out, conversations)
@@ -251,16 +255,40 @@ def _match_tokenizer(tokenizer: Tokenizer, class_name: str, out: Path, conversat
         _set_spaces(exported.backend_tokenizer, tokenizer.spaces, conversations)
         exported.backend_tokenizer.save(str(out / TOKENIZER_JSON))
         exported = load()
+    around = conversations or not isinstance(tokenizer, SentencePieceTokenizer)
+    for text in (_text_read_unlike(tokenizer, exported), _token_read_unlike(tokenizer, exported, around=around)):
+        if text is not None:
+            logger.warning(
+                "THE EXPORTED TOKENIZER reads text unlike %s in training, e.g. %r: it is read as %s",
+                *(tokenizer.path, text, type(exported).__name__),
+            )
+
+
+def _text_read_unlike(tokenizer: Tokenizer, exported: Any) -> str | None:
+    """The first sample of plain text that transformers' tokenizer reads otherwise than training."""
     for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
         expected = [*tokenizer.bos_ids, *ids.tolist()]
         # Behind the text it may add an end token, which training adds at the end of a document.
         same_start = exported(text)["input_ids"][: len(expected)] == expected
         if exported(text, add_special_tokens=False)["input_ids"] != ids.tolist() or not same_start:
-            logger.warning(
-                "THE EXPORTED TOKENIZER reads text unlike %s in training, e.g. %r: it is read as %s",
-                *(tokenizer.path, text, type(exported).__name__),
-            )
-            return
+            return text
+    return None
+
+
+def _token_read_unlike(tokenizer: Tokenizer, exported: Any, *, around: bool) -> str | None:
+    """The first text with an added or special token that transformers' tokenizer reads otherwise than training.
+
+    Args:
+        around: text around the token is compared too.
+    """
+    if exported.eos_token_id != tokenizer.eos_id:
+        return tokenizer.eos_token
+    tokens = dict.fromkeys([*(token.content for token in tokenizer.added), *exported.get_added_vocab()])
+    texts = [f"a{token}b {token} c" if around else token for token in tokens]
+    rows = zip(
+        texts, tokenizer.encode_chat_batch(texts), exported(texts, add_special_tokens=False)["input_ids"], strict=True
+    )
+    return next((text for text, (ids, _), theirs in rows if ids.tolist() != theirs), None)
 
 
 def _set_spaces(backend: Any, spaces: str, conversations: bool) -> None:

@@ -16,6 +16,7 @@ from torchtitan_cp.data.corpus.cache import PreparedCorpus
 from torchtitan_cp.runtime.consistency import flatten
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
+from torchtitan_cp.training.resolve import check_hub_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ def resume(
 def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
     """Load the weights of model.hub_checkpoint, and log which stages use another rotary embedding than they did."""
     settings = model.config.model
+    check_hub_tokenizer(model.config)
     folder = registry.hub_folder(settings, WEIGHT_FILES)
     load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings))
     logger.info("weights from %s", folder)

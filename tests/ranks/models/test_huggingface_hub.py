@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.chats import write_tokenizer
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, eager_model
 from tests.support.rank_pool import RankPool
@@ -53,6 +54,15 @@ def write_start(folder: Path, config: dict[str, Any]) -> Path:
     lines = [line for line in TINY.splitlines() if not line.startswith("overrides")]
     ours = f'architecture = "huggingface"\nhub_checkpoint = "{folder}/hub"'
     return write_run(folder, "\n".join(lines).replace('flavor = "debug"', ours))
+
+
+def corpus_tokens(path: Path) -> dict[str, list[int]]:
+    """On a rank: the first document of each source as the run has it."""
+    sources = prepared(path).data_pipeline.corpus.sources
+    return {
+        name: source.train.read(0, 0, int(source.train.document_lengths[0])).tolist()
+        for name, source in sources.items()
+    }
 
 
 class Watched:
@@ -188,3 +198,28 @@ def test_persistent_buffers_are_in_checkpoints_that_other_numbers_of_ranks_resum
         assert state.keys() == trained.keys()
         for name, values in state.items():
             assert torch.equal(values, trained[name]), name
+
+
+def test_a_run_trains_and_exports_with_the_tokenizer_of_the_checkpoint(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """And goes on from the resolved config, which names it."""
+    path, hub = write_start(tmp_path, FAMILIES["Llama"] | {"vocab_size": 448}), tmp_path / "hub"
+    path.write_text(path.read_text().replace('[tokenizer]\nkind = "bytes"\n', ""))
+    write_tokenizer(hub, tokenizer_class="PreTrainedTokenizerFast", eos_token="<|end|>", bos_token=None)
+    (hub / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "<|return|>"}')
+    (hub / "added_tokens.json").write_text('{"<|user|>": 420}')
+    ranks(2)(train, path, "--curriculum.stages[0].steps=1")
+    resolved = tmp_path / "run" / "config.toml"
+    assert f'path = "{hub}/tokenizer.json"' in resolved.read_text()
+    corpus = next(iter(ranks(1)(corpus_tokens, resolved)[0].values()))
+    theirs = AutoTokenizer.from_pretrained(hub)
+    assert corpus[-1] == theirs.eos_token_id == theirs.convert_tokens_to_ids("<|return|>")
+    ranks(2)(train, resolved, "--curriculum.stages[0].steps=2")
+    export(tmp_path / "run", tmp_path / "out")
+    exported, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "<s>one<|user|> two<|return|>"
+    assert exported(text)["input_ids"] == theirs(text)["input_ids"]
+    assert 420 in exported(text)["input_ids"]
+    assert exported.special_tokens_map == theirs.special_tokens_map
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert theirs.eos_token_id in generation["eos_token_id"]

@@ -31,7 +31,7 @@ from torchtitan_cp.checkpoint.hub import (
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.cli.check import preflight
 from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
-from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.config.sections import Model, Rope, Tokenizer
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.training.registry import model_args_of, register
 from torchtitan_cp.training.resolve import check_hub_weights, resolve_run
@@ -400,7 +400,7 @@ def test_every_stage_that_changes_the_rotary_embedding_is_said(
     model = Llama(LlamaArgs(48, 4, 4, 2, 12, 96, 288, norm_eps=1e-6), lambda *_: torch.zeros(()))
     ropes = None, own, dataclasses.replace(own, theta=1e4), dataclasses.replace(own, truncate=False)
     trained: Any = SimpleNamespace(
-        config=Config(model=Model(hub_checkpoint=str(tmp_path))),
+        config=Config(model=Model(hub_checkpoint=str(tmp_path)), tokenizer=Tokenizer("bytes")),
         parts=[model],
         parameter_names=[name for name, _ in model.named_parameters()],
         args=SimpleNamespace(rotary_dim=12),
