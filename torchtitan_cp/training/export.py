@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.checkpoint.hub import hub_names, rope_changes, rope_parameters, save_hub_weights
+from torchtitan_cp.checkpoint.hub import hub_names, save_hub_weights
+from torchtitan_cp.checkpoint.hub_rope import rope_changes, rope_parameters
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.save import sync
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_cp.checkpoint.hub import rope_parameters
+from torchtitan_cp.checkpoint.hub_rope import rope_parameters
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build

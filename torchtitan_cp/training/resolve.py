@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.checkpoint.hub import files_by_tensor, fill_rope, hub_rope, load_parts
+from torchtitan_cp.checkpoint.hub import files_by_tensor, load_parts
+from torchtitan_cp.checkpoint.hub_rope import fill_rope, hub_rope
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees

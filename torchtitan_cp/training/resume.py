@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from torchtitan_cp.checkpoint.hub import load_parts, rope_changes
+from torchtitan_cp.checkpoint.hub import load_parts
+from torchtitan_cp.checkpoint.hub_rope import rope_changes
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, load_config

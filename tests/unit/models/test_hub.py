@@ -21,13 +21,8 @@ from models.llama import Llama, LlamaArgs
 from models.llama.hub import HUB
 from tests.support.hub_models import SHAPES, save_model, write_start
 from tests.support.runs import TINY, write_run
-from torchtitan_cp.checkpoint.hub import (
-    INDEX_FILE,
-    hub_rope,
-    load_parts,
-    rope_parameters,
-    save_hub_weights,
-)
+from torchtitan_cp.checkpoint.hub import INDEX_FILE, load_parts, save_hub_weights
+from torchtitan_cp.checkpoint.hub_rope import hub_rope, rope_parameters
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.cli.check import preflight
 from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
