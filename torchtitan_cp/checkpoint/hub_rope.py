@@ -92,5 +92,7 @@ def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     older = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
     newer = config.get("rope_parameters") or older
     full = newer.get("full_attention", newer) or {}  # null: these layers have no rotary embedding
+    if full is not newer and "yarn" in (full.get("type"), full.get("rope_type")):
+        full = {**full, "truncate": newer.get("truncate")}  # transformers reads it beside full_attention, not in it
     values = {key: value for key, value in full.items() if value is not None}
     return {"rope_type": values.get("type", "default"), "rope_theta": older["rope_theta"], **values}

@@ -18,6 +18,7 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.training.read_back import check_rotaries
 
 DEFAULT_FLAVOR = "debug"
 _ARCHITECTURES: dict[str, Any] = {}  # values are models.architecture.Architecture, which this room must not import
@@ -193,7 +194,8 @@ def config_for_hub(model: Model, args: Any, length: int, rope: Rope | None) -> d
     """ModelArgs with the keys of Hugging Face's config.json.
 
     Args:
-        length, rope: as trained; included only if the architecture's hub has `load`.
+        length, rope: as trained; included only if the architecture's hub has `load`. transformers must then compute the
+            frequencies of training from it.
 
     Raises:
         ConfigError: the format cannot express them.
@@ -201,7 +203,10 @@ def config_for_hub(model: Model, args: Any, length: int, rope: Rope | None) -> d
     hub = hub_of(model)
     as_trained = (length, rope and rope_parameters(rope, args.rotary_dim)) if hub.load else ()
     try:
-        return hub.config(args, *as_trained)
+        config = dict(hub.config(args, *as_trained))
+        if hub.load:
+            check_rotaries(config, rope, args.rotary_dim, length, args.sizes)
+        return config
     except ValueError as error:
         raise ConfigError(
             f"the model cannot be written in Hugging Face's format: {error}",
