@@ -41,7 +41,9 @@ def fill_rope(rope: Rope, config: Mapping[str, Any]) -> Rope:
         keys -= ATTENTION_KEYS
     elif "factor" not in keys and rope.factor != stored.factor:  # the stored attention_factor may follow from factor
         keys.remove("attention_factor")
-    return replace(rope, **{key: getattr(stored, key) for key in keys})
+    filled = replace(rope, **{key: getattr(stored, key) for key in keys})
+    vars(filled)["omitted"] = rope.omitted
+    return filled
 
 
 def hub_rope(config: Mapping[str, Any], wanted: str = "") -> Rope:

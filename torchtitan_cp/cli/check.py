@@ -9,6 +9,7 @@ from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
 from torchtitan_cp.training.registry import config_for_hub
 from torchtitan_cp.training.resolve import check_files, check_hub_weights, doctor_config, fit_vocabulary, resolve_run
+from torchtitan_cp.training.rope_log import log_rope_notes
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
     args = fit_vocabulary(run, vocabulary_size(config.tokenizer))
     if trains:
         check_hub_weights(config, args)
+    log_rope_notes(run.config, run.stages, args)
     for stage in run.stages:
         rope = stage.rope
         if rope and rope.kind == "yarn" and (reach := rope.factor * rope.original_seq_len) < stage.seq_len:

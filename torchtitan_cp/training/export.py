@@ -30,9 +30,9 @@ from torchtitan_cp.training.read_back import check_rotaries, knows
 from torchtitan_cp.training.registry import (
     args_from,
     config_for_hub,
-    hub_config,
     hub_of,
     model_args_of,
+    start_config,
     start_folder,
 )
 
@@ -140,8 +140,8 @@ def _length(saved: SavedModel, args: Any) -> int:
     length, rope, model = saved.stage.seq_len, saved.stage.rope, saved.config.model
     if not (model.hub_checkpoint and model.load_weights):
         return length
-    start = args.config if hub_of(model).load else hub_config(model)
-    start_length = start.get("text_config", start).get("max_position_embeddings") or 0
+    start = start_config(model, args)
+    start_length = start.get("max_position_embeddings") or 0
     return length if rope and rope_changes(start, rope, args.rotary_dim) else max(length, start_length)
 
 
@@ -189,8 +189,7 @@ def written_config(
         values = config if starts else {**config, **tokens}
     else:
         if starts:
-            start = hub_config(model)
-            start = start.get("text_config", start)  # the text model of one that reads images too
+            start = start_config(model, args)
             kept = (key for key in start if not key.startswith(ROPE_PREFIXES) and "dtype" not in key)
             tokens = {key: start[key] for key in kept}
         trained_rope = rope_parameters(rope or Rope(), args.rotary_dim)

@@ -271,6 +271,12 @@ def hub_config(model: Model) -> dict[str, Any]:
         raise _config_error(model, f" cannot be read: {getattr(error, 'strerror', error)}", fix) from None
 
 
+def start_config(model: Model, args: Any) -> dict[str, Any]:
+    """The config.json of the text model; with transformers' defaults, of an architecture that takes any."""
+    config = args.config if architecture(model).args_of else hub_config(model)
+    return dict(config.get("text_config", config))
+
+
 def _config_error(model: Model, problem: str, fix: str) -> ConfigError:
     key = "hub_checkpoint" if model.hub_checkpoint else "config"
     return ConfigError(f"model.{key}: {_config_path(model)}{problem}", fix=fix)

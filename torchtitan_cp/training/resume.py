@@ -20,6 +20,7 @@ from torchtitan_cp.runtime.consistency import flatten
 from torchtitan_cp.runtime.signals import any_rank
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
+from torchtitan_cp.training.rope_log import log_rope_notes
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ def resume(
     if saved is None:
         if model.config.model.hub_checkpoint and model.config.model.load_weights:
             _start_from_hub(model, stages)
+        if model.world.rank == 0:
+            log_rope_notes(model.config, stages, model.args)
         return fresh
     path, saved_progress = saved
     check_identity(saved_progress.identity, fresh.identity, path)
@@ -142,6 +145,8 @@ def resume(
         if changed := _changes(progress.text_recipe, stage.text_recipe):
             changes = ", ".join(changed)
             warn(f"{number} reads its text differently from here on, and may skip some or read some twice: {changes}")
+    if model.world.rank == 0:
+        log_rope_notes(model.config, stages, model.args, progress.stage)
     return progress
 
 
@@ -151,7 +156,7 @@ def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
     folder = registry.hub_folder(settings, "*.safetensors*")
     load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings))
     logger.info("weights from %s", folder)
-    config = registry.hub_config(settings)
+    config = registry.start_config(settings, model.args)
     for number, stage in enumerate(stages, 1):
         if stage.rope and (changed := rope_changes(config, stage.rope, model.args.rotary_dim)):
             logger.info("stage %d changes the rotary embedding they were trained with: %s", number, ", ".join(changed))
