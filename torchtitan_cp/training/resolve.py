@@ -13,7 +13,8 @@ import torch
 
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.kernels import KERNELS, Case
-from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights, fill_rope, hub_rope
+from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights
+from torchtitan_cp.checkpoint.hub_rope import fill_rope, hub_rope
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
