@@ -14,7 +14,7 @@ from typing import Any
 import tomli
 import tomli_w
 
-from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.errors import ConfigError, check_utf8
 from torchtitan_cp.config.key import check_range
 from torchtitan_cp.config.sections import Config, Rope
 
@@ -45,7 +45,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         apply_override(table, override)
     config: Config = build(Config, table, where="", file=str(path))
-    return config.with_keys(job={"dump_folder": os.path.expanduser(config.job.dump_folder)})
+    dump_folder = os.path.expanduser(config.job.dump_folder)
+    check_utf8(dump_folder, "job.dump_folder")
+    return config.with_keys(job={"dump_folder": dump_folder})
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     match = OVERRIDE.fullmatch(override)
     if not match:
         raise ConfigError(f"cannot read the argument {override!r}", fix="write --section.key=value")
+    check_utf8(match[2], f"--{match[1]}")
     *parents, last = re.findall(r"[^.\[\]]+", match[1])
     node: Any = table
     for step in parents:
