@@ -4,6 +4,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.cli.options import escape_unprintable, report_os_errors
@@ -21,7 +23,8 @@ def run_command(work: Callable[[], int], config: str = "", *, on_ranks: bool = F
         on_ranks: torchrun may start the command as several ranks; otherwise it always uses this process alone.
     """
     escape_unprintable()
-    if not (on_ranks and is_launched()) and forget_rank() and on_ranks:
+    is_rank = dist.is_initialized() or (on_ranks and is_launched())
+    if not is_rank and forget_rank() and on_ranks:
         print("note: one process; torchrun did not start it, so RANK of the environment is ignored", file=sys.stderr)
     register(ARCHITECTURES)
     try:
