@@ -296,7 +296,7 @@ class Checkpoint:
         enable: save, and resume from the newest complete checkpoint
         interval: optimizer steps between checkpoints; the end of a stage is always saved
         interval_minutes: also save this many minutes after the last save; 0: never
-        keep: newest checkpoints kept; the end of each stage is kept for good
+        keep: newest checkpoints kept, of those that verify; the end of each stage is kept for good
         keep_every_steps: checkpoints at multiples of this step are kept for good; 0: none
         asynchronous: write while training goes on, from a copy in host memory
         export: also write the end of each stage for transformers, in hub/step-N
