@@ -11,7 +11,6 @@
 #   CONFIG_FILE    TOML file                            (default train_configs/quickstart.toml)
 #   NPROC          ranks on this node                   (default: one per GPU; 2 without a GPU)
 #   NNODES         nodes                                (default 1)
-#   NODE_RANK      accepted; nodes number themselves    (default 0)
 #   RDZV_ENDPOINT  host:port of node 0, for NNODES > 1
 #   VENV           virtual environment                  (default: the active one, else .venv)
 #
@@ -26,4 +25,4 @@ case " $* " in
     *" -h "* | *" --help "*) exec "$PYTHON" "$ROOT/train.py" --help ;;
 esac
 exec "$PYTHON" -m torchtitan_cp.cli.train "${CONFIG_FILE:-$ROOT/train_configs/quickstart.toml}" ${NPROC:+--nproc "$NPROC"} \
-    --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" ${RDZV_ENDPOINT:+--rdzv-endpoint "$RDZV_ENDPOINT"} "$@"
+    --nnodes "${NNODES:-1}" ${RDZV_ENDPOINT:+--rdzv-endpoint "$RDZV_ENDPOINT"} "$@"

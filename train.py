@@ -34,8 +34,10 @@ from torchtitan_cp.planner.dry_run import dry_run, print_walks
 from torchtitan_cp.planner.fake_cuda import use_fake_cuda
 from torchtitan_cp.runtime.consistency import check_same_job
 from torchtitan_cp.runtime.device import World, start_ranks, stop_ranks
+from torchtitan_cp.runtime.environment import PLACE, forget_rank
 from torchtitan_cp.runtime.job_notes import ask_for_relaunch, end_job
 from torchtitan_cp.runtime.lock import run_dir_lock
+from torchtitan_cp.runtime.signals import any_rank
 from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, name_lost_ranks, set_activity
 from torchtitan_cp.training.doctor import run_doctor
 from torchtitan_cp.training.parity import verify_parity
@@ -43,6 +45,10 @@ from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer
 
 BAD_INPUT, HALTED, CHECK_FAILED = 2, 3, 5
+LOST_LAUNCHER = (
+    "error: the launcher of this job's ranks, or of those of a node, was killed; they have stopped and saved; the same "
+    "command resumes"
+)
 ROOT = Path(__file__).parent
 SOURCES = (ROOT / "train.py", ROOT / "models", ROOT / "torchtitan_cp")
 # Several beats within a time limit distinguish a silent rank from a slow one.
@@ -84,6 +90,8 @@ def main(arguments: list[str]) -> int:
     if (options.world_size is not None or options.device) and not options.dry_run:
         parser.error("--world-size and --device need --dry-run; set NPROC for the ranks of a node")
     rank = int(os.environ.get("RANK", "0"))
+    if options.dry_run or not os.environ.keys() >= set(PLACE):
+        forget_rank()  # of another job, whose rank 0 would not say what is wrong here
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format=f"[rank {rank}] %(message)s", handlers=[StderrHandler()])
     register(ARCHITECTURES)
@@ -107,7 +115,8 @@ def main(arguments: list[str]) -> int:
             healthy = run_doctor(config, world, options.doctor)
         else:
             healthy = True
-            run(config, world)
+            if not run(config, world):
+                return end_job(LOST_LAUNCHER, LOST_RANK)
         if not healthy:
             return end_job("", CHECK_FAILED)
         stop_ranks()
@@ -128,8 +137,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def run(config: Config, world: World) -> None:
-    """Train under a watchdog, as the only job on the run's folder."""
+def run(config: Config, world: World) -> bool:
+    """Train under a watchdog, as the only job on the run's folder.
+
+    Returns:
+        False if the run was stopped and saved because a node lost its launcher. The same on every rank.
+    """
     settings = config.job
     set_activity("reading the corpus and building the model", 0, settings.startup_timeout_seconds)
     beat_seconds = min(MAX_BEAT_SECONDS, settings.timeout_seconds / BEATS)
@@ -142,6 +155,8 @@ def run(config: Config, world: World) -> None:
             trainer.run()
             if trainer.needs_relaunch and not trainer.stopping:
                 ask_for_relaunch()
+            # Only where no rank waits for an export, which may take longer than a collective.
+            return not (trainer.stopping and any_rank(watch.lost_launcher, device=world.device.device)[0])
 
 
 def worker_main() -> None:

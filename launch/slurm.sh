@@ -21,4 +21,4 @@ first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 # Each job has its own port, since two jobs may share a node.
 export RDZV_ENDPOINT="${RDZV_ENDPOINT:-$first_node:$((20000 + SLURM_JOB_ID % 10000))}"
 # srun does not take the processors of a task from sbatch.
-srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec ./run_train.sh "$@"' run_train "$@"
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 ./run_train.sh "$@"

@@ -146,6 +146,9 @@ class HuggingFaceArgs:
         types = {entry.get("rope_type") for entry in entries}
         if not self.rotary_dim or self.look.learned_positions:
             return f"{self.look.model_class} has no rotary embedding in its layers of full attention"
+        full = own.get("full_attention", own) or {}
+        if "partial_rotary_factor" in full and int(self._widest.qk_dim * full["partial_rotary_factor"]) % 2:
+            return f"{self.look.model_class} turns an odd number of entries in each head"
         if "proportional" in types:
             return f"{self.look.model_class} turns a part of each head, by frequencies of the whole head"
         if self.config.get("layer_rope_theta"):

@@ -185,11 +185,38 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
             kept["original_max_position_embeddings"] = original
         full.clear()
         full.update(rope, **kept)
+        if own is not full and rope["rope_type"] == "yarn":
+            _set_truncate(values, rope.get("truncate", True))
         if values.get("original_max_position_embeddings"):
             values["original_max_position_embeddings"] = rope.get("original_max_position_embeddings", length)
-    # The frequencies of these types follow this length, and learned positions have it as a size, so it stays.
-    if rope or kind not in (None, "dynamic", "longrope"):
+    # The frequencies of these types follow this length, as a missing factor does, and learned positions have it as a
+    # size, so it stays.
+    if rope or (kind not in (None, "dynamic", "longrope") and full.get("factor", 1)):
         values["max_position_embeddings"] = length
+    # A null is left out where it is the class's default. transformers' yarn and longrope take this one as it is.
+    defaults = parse_config({"model_type": values["model_type"]}).to_dict()
+    if "head_dim" in values and values["head_dim"] is None:
+        values["head_dim"] = args.look.layers[0].qk_dim
+    values = {key: value for key, value in values.items() if value is not None or defaults.get(key) is not None}
     # A family may refuse a type of rotary embedding, although its model runs with such frequencies.
     parse_config(values)
     return values
+
+
+def _set_truncate(values: dict[str, Any], truncate: bool) -> None:
+    """Write yarn's `truncate` where transformers reads it if layers have different rotary embeddings: beside them.
+
+    Raises:
+        ValueError: the family refuses it there.
+    """
+    own = values["rope_parameters"]
+    if own.get("truncate", True) == truncate:
+        return
+    own["truncate"] = truncate
+    try:
+        parse_config(values)
+    except ValueError:
+        raise ValueError(
+            f"transformers reads truncate = {str(truncate).lower()} beside full_attention, where "
+            f"{values['model_type']} does not take it"
+        ) from None

@@ -1,16 +1,19 @@
 """Full disks, killed and stopped ranks, signals: no step and no checkpoint is lost, spoiled or repeated."""
 
+import ctypes
 import errno
 import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,11 +23,25 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.deep import deep_rows
 from tests.support.hub_models import save_model
-from tests.support.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, children, kill_at, lines_of, steps_taken
+from tests.support.jobs import (
+    PATIENCE_SECONDS,
+    REPOSITORY,
+    ForkedJob,
+    Kill,
+    LaunchedJob,
+    children,
+    kill_at,
+    lines_of,
+    steps_taken,
+)
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, losses, prepared, train, write_run
+from torchtitan_cp.checkpoint.manifest import verify_checkpoint
+from torchtitan_cp.runtime.watchdog import LOST_RANK
 
 pytestmark = pytest.mark.jobs
+
+PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +204,79 @@ def test_a_stop_signal_saves_and_exits_with_0_and_the_next_start_resumes(
     assert resumed.wait() == [0, 0], resumed.log.read_text()
     assert f"step-{taken}: {taken} of {STEPS} steps are done" in resumed.log.read_text()
     check_whole(folder, uninterrupted)
+
+
+@contextmanager
+def adopted_orphans() -> Iterator[None]:
+    """This process becomes the parent of processes below it that lose theirs, so that it gets their exit codes."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    yield
+    prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def exit_code(pid: int) -> int:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    raise AssertionError(f"{pid} trains on")
+
+
+def check_orphans(log: Path, ranks: list[int], folder: Path) -> None:
+    """They ended by themselves, said why, and saved the last step."""
+    assert [exit_code(pid) for pid in ranks] == [LOST_RANK, LOST_RANK], log.read_text()
+    taken, output = steps_taken(folder), log.read_text()
+    assert taken >= 3
+    assert re.search(r"the launcher on \S+, pid \d+, has ended: its ranks finish their step, save and stop", output)
+    assert output.count("was killed; they have stopped and saved; the same command resumes\n") == 1
+    assert f"stopped by a signal after step {taken} of " in output
+    assert "Traceback" not in output
+    assert verify_checkpoint(folder / "checkpoints" / f"step-{taken}") == []
+
+
+# Longer than it takes to notice, and saved for no other reason.
+ENDLESS = ("--curriculum.stages[0].steps=100000", "--checkpoint.interval=100000", "--job.timeout_seconds=16")
+
+
+def test_ranks_whose_launcher_was_killed_save_and_end(start: Callable[..., LaunchedJob], long_toml: Path) -> None:
+    folder = long_toml.parent / "orphans"
+    with adopted_orphans():
+        job = start(long_toml, f"--job.dump_folder={folder}", *ENDLESS)
+        job.wait_for(lambda: steps_taken(folder) >= 3)
+        ranks = [pid for pid in map(job.rank, (0, 1)) if pid]
+        job.signal(signal.SIGKILL)
+        assert job.wait() == -signal.SIGKILL
+        check_orphans(job.log, ranks, folder)
+    taken = steps_taken(folder)
+    resumed = ForkedJob(2, long_toml, f"--job.dump_folder={folder}", f"--curriculum.stages[0].steps={taken + 1}")
+    assert resumed.wait() == [0, 0], resumed.log.read_text()
+    assert [line["step"] for line in lines_of(folder)] == list(range(1, taken + 1 + STEPS // 2 + 1))
+
+
+@pytest.mark.deep
+def test_ranks_notice_that_their_launcher_was_killed_under_a_shell_or_torchrun(long_toml: Path) -> None:
+    for number, how in enumerate(("torchtitan_cp.cli.train", "torch.distributed.run")):
+        folder, log = long_toml.parent / f"shell-{number}", long_toml.parent / f"shell-{number}.log"
+        ranks = ["--nproc", "2"] if number == 0 else ["--nproc-per-node", "2", str(REPOSITORY / "train.py")]
+        program = [str(long_toml), *ranks] if number == 0 else [*ranks, str(long_toml)]
+        command = shlex.join([sys.executable, "-m", how, *program, f"--job.dump_folder={folder}", *ENDLESS])
+        with adopted_orphans(), log.open("w") as output:
+            shell = subprocess.Popen(
+                ["bash", "-c", f"{command}; echo code $?"], cwd=REPOSITORY, stdout=output, stderr=output
+            )
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while steps_taken(folder) < 3:
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            [launcher] = children(shell.pid)
+            orphans = children(launcher)
+            os.kill(launcher, signal.SIGKILL)
+            assert shell.wait(PATIENCE_SECONDS) == 0
+            check_orphans(log, orphans, folder)
+        assert f"code {128 + signal.SIGKILL}" in log.read_text()
 
 
 @pytest.mark.deep  # by default tests/ranks/runtime/test_watchdog.py stops ranks, without a launcher

@@ -24,7 +24,7 @@ from tests.support.jobs import PATIENCE_SECONDS, lines_of
 from tests.support.pages import COMMANDS, REPOSITORY, RUN_BY_OTHERS
 from tests.support.runs import write_run
 from torchtitan_cp.data.corpus.rows import zstd
-from torchtitan_cp.data.corpus.tokenizer import train_sentencepiece
+from torchtitan_cp.data.corpus.tokenizer_training import train_sentencepiece
 
 pytestmark = [pytest.mark.jobs, pytest.mark.deep]
 

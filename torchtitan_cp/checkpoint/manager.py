@@ -29,9 +29,10 @@ from torch.distributed.tensor import Placement
 
 from torchtitan_cp.attention.local_shard import find_shard, local_tensor
 from torchtitan_cp.checkpoint.load import CheckpointReader, describe_failure, load_state
-from torchtitan_cp.checkpoint.manifest import read_manifest, verify_checkpoint
-from torchtitan_cp.checkpoint.progress import DamagedError, Progress, read_progress
-from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, delete_partial, list_folder
+from torchtitan_cp.checkpoint.manifest import verify_checkpoint
+from torchtitan_cp.checkpoint.progress import Progress, read_progress
+from torchtitan_cp.checkpoint.retention import Retention, is_stage_end
+from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, delete_partial, file_stamps, list_folder
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Checkpoint
 
@@ -89,6 +90,7 @@ class CheckpointManager:
         self.newest_step: int | None = None
         self.lost_contact, self._waited = False, 0.0  # seconds, for saves before the next
         self._pending: PendingSave | None = None
+        self._retention = Retention(self.settings)
         # From `connect` on: host memory, a thread, and a process group apart from training's.
         self._background: tuple[StateDictStager, ThreadPoolExecutor, dist.ProcessGroup] | None = None
         self.restart_interval()
@@ -104,7 +106,7 @@ class CheckpointManager:
 
     def stage_ends(self) -> list[Path]:
         """Complete checkpoints that end a stage, oldest first."""
-        return [path for _, path in self.complete() if _is_stage_end(path)]
+        return [path for _, path in self.complete() if is_stage_end(path)]
 
     # When a checkpoint is due, apart from the ends of stages --------------------------------------------------
 
@@ -182,6 +184,7 @@ class CheckpointManager:
             thread.submit(delete_partial, self.folder)
             return
         folder, size, seconds = writer.final, writer.written_bytes, writer.seconds
+        self._retention.record(folder, writer.stamps, intact=True)
         logger.info(f"{folder}: training paused {paused}; {size:,} bytes were on disk after {seconds:.1f} s")
         # The checkpoints before a rollback stay until a healthy step: the next rollback may have to go back further.
         if writer.progress.settled:
@@ -201,18 +204,14 @@ class CheckpointManager:
         )
 
     def _delete_expired(self) -> None:
-        """Delete all but the newest `keep`, multiples of `keep_every_steps`, ends of stages, and those of later steps.
+        """Delete what retention lets go, except checkpoints of later steps.
 
-        Checkpoints of later steps are damaged, as the run resumed from one before them; they do not count among the
-        newest. The newest one that recovery may go back to is kept too: bad steps after it may all have been saved.
+        Those are damaged, or were left behind by a rollback: the run went on from one before them.
         """
-        every, found = self.settings.keep_every_steps, list[tuple[int, Path]]()
+        found = list[tuple[int, Path]]()
         with suppress(OSError):
             found = [(step, path) for step, path in self.complete() if step <= (self.newest_step or 0)]
-        good = next((path for _, path in reversed(found) if _is_healthy(path)), None)
-        for step, path in found[: -self.settings.keep]:
-            if (every and step % every == 0) or path == good or _is_stage_end(path):
-                continue
+        for path in self._retention.expired(found):
             try:
                 delete_checkpoint(path)
             except OSError as error:
@@ -250,8 +249,10 @@ class CheckpointManager:
         dist.broadcast_object_list(names)
         for name in reversed(names[0]):
             path = self.folder / name
+            stamps = file_stamps(path)
             # A second time, as a network file system may fail once.
             damage = verify_checkpoint(path, collective=True) and verify_checkpoint(path, collective=True)
+            self._retention.record(path, stamps, intact=not damage)
             if not damage:
                 intact, progress = True, read_progress(path)
                 if progress.healthy or not healthy:
@@ -304,15 +305,3 @@ def _can_be_copied(state: dict[str, Any]) -> bool:
     """Whether torch's stager can copy these tensors; it does not know torchao's 8-bit moments."""
     tensors = [value for kind in state.values() for value in kind.values() if isinstance(value, torch.Tensor)]
     return all(type(local_tensor(tensor)) in (torch.Tensor, nn.Parameter) for tensor in tensors)
-
-
-def _is_healthy(path: Path) -> bool:
-    with suppress(DamagedError):
-        return read_progress(path).healthy
-    return False
-
-
-def _is_stage_end(path: Path) -> bool:
-    with suppress(DamagedError):
-        return read_manifest(path).stage_end
-    return True  # damaged, so unknown; kept, as the user may still recover something

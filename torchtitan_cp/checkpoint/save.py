@@ -22,11 +22,15 @@ from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, Progress
 PARTIAL = ".partial"
 REPLACED, EXPIRED = f".replaced{PARTIAL}", f".expired{PARTIAL}"
 
+# Size in bytes and time of the last change, in Unix nanoseconds, of each file in a folder.
+Stamps = dict[str, tuple[int, int]]
+
 
 class CheckpointWriter(FileSystemWriter):
     """torch's writer of one file a rank, into `step-N.partial`, which becomes `step-N` in `finish`.
 
-    After that, rank 0 has `written_bytes`, the size of all files, and `seconds`, the time since the save began.
+    After that, rank 0 has `written_bytes`, the size of all files, `stamps` of them, and `seconds`, the time since the
+    save began.
 
     Args:
         final: the folder's name when the checkpoint is complete.
@@ -79,7 +83,7 @@ class CheckpointWriter(FileSystemWriter):
         self.partial.rename(self.final)
         for folder in self.final.parents[:2]:  # `checkpoints`, and the run's folder, where it may be new
             sync(folder)
-        self.seconds = time.monotonic() - self.started
+        self.stamps, self.seconds = file_stamps(self.final), time.monotonic() - self.started
         if replaced:
             shutil.rmtree(replaced, ignore_errors=True)  # the next save tries again
 
@@ -111,6 +115,13 @@ def list_folder(folder: Path) -> list[os.DirEntry[str]]:
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         return list(entries)
     return []
+
+
+def file_stamps(folder: Path) -> Stamps:
+    """The sizes and times of a folder's files; none if they cannot be read."""
+    with suppress(OSError):
+        return {entry.name: (entry.stat().st_size, entry.stat().st_mtime_ns) for entry in list_folder(folder)}
+    return {}
 
 
 def restore_replaced(folder: Path) -> None:

@@ -9,6 +9,7 @@ from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.registry import config_for_hub
 from torchtitan_cp.training.resolve import check_before_corpus, check_files, doctor_config, resolve_run
+from torchtitan_cp.training.rope_log import log_rope_notes
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,10 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
         UserError, ContextParallelError: the first problem found.
     """
     run = resolve_run(config, ranks)
+    config = run.config
     check_files(config)
     args = check_before_corpus(run, find_device().device.type, trains=trains)
+    log_rope_notes(config, run.stages, args)
     for stage in run.stages:
         rope = stage.rope
         if rope and rope.kind == "yarn" and (reach := rope.factor * rope.original_seq_len) < stage.seq_len:

@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     options.variants, options.lengths = (None if x is None else tuple(x) for x in (options.variants, options.lengths))
-    return run_command(lambda: _evaluate(options))
+    return run_command(lambda: _evaluate(options), on_ranks=True)
 
 
 def _evaluate(options: argparse.Namespace) -> int:

@@ -119,6 +119,7 @@ def generate(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
     end_ids: Collection[int] = (),
+    vocab_size: int | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that continue a prompt.
 
@@ -129,6 +130,7 @@ def generate(
         temperature: divides the logits; 0 takes the most likely token.
         generator: random numbers, on the CPU.
         end_ids: tokens that end the text; they are not yielded.
+        vocab_size: ids from here on are not drawn: embeddings of a padded vocabulary, which are no tokens.
     """
     caches = new_caches(model)
     device = next(model.parameters()).device
@@ -139,7 +141,7 @@ def generate(
             torch.tensor([tokens], device=device), positions, iter(caches), lambda hidden, output: output(hidden[0, -1])
         )
         start += len(tokens)
-        token = sample_token(logits.float().cpu(), temperature, generator)
+        token = sample_token(logits[:vocab_size].float().cpu(), temperature, generator)
         if token in end_ids:
             return
         yield token
@@ -273,7 +275,7 @@ def _generate(options: argparse.Namespace) -> int:
         if len(prompt) + options.max_tokens > saved.stage.seq_len:
             cut = f", and cut at its {args.longest} learned positions" if most < options.max_tokens else ""
             print(f"{saved.length_note}{cut}", file=sys.stderr)
-        tokens = generate(model, prompt, most, options.temperature, generator, ends)
+        tokens = generate(model, prompt, most, options.temperature, generator, ends, tokenizer.vocab_size)
         return print_stream(chain([text], stream_text(tokens, tokenizer, prompt)))
 
     if template:

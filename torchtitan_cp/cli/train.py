@@ -83,7 +83,6 @@ def main(arguments: list[str]) -> int:
         "--nproc", type=at_least(1), metavar="N", help="ranks on this node (default: one per GPU; 2 without)"
     )
     parser.add_argument("--nnodes", type=at_least(1), metavar="N", default=1, help="nodes (default 1)")
-    parser.add_argument("--node-rank", type=int, metavar="N", default=0, help="ignored; nodes number themselves")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of node 0, the same on every node, with --nnodes")
     add_comparison_arguments(parser)
     options, rest = parse_with_overrides(parser, arguments)

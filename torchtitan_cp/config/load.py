@@ -14,7 +14,7 @@ from typing import Any
 import tomli
 import tomli_w
 
-from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.errors import ConfigError, check_utf8
 from torchtitan_cp.config.key import check_range
 from torchtitan_cp.config.retired import read_retired_keys
 from torchtitan_cp.config.sections import Config, Rope
@@ -55,7 +55,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             fix="leave it, with --model.load_weights=false for fresh weights of other sizes (model.overrides), or name "
             "another model, e.g. --model.flavor=debug",
         )
-    return config.with_keys(job={"dump_folder": os.path.expanduser(config.job.dump_folder)})
+    dump_folder = os.path.expanduser(config.job.dump_folder)
+    check_utf8(dump_folder, "job.dump_folder")
+    return config.with_keys(job={"dump_folder": dump_folder})
 
 
 def _keys_that_name_a_model(table: dict[str, Any]) -> list[str]:
@@ -90,6 +92,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     match = OVERRIDE.fullmatch(override)
     if not match:
         raise ConfigError(f"cannot read the argument {override!r}", fix="write --section.key=value")
+    check_utf8(match[2], f"--{match[1]}")
     *parents, last = re.findall(r"[^.\[\]]+", match[1])
     node: Any = table
     for step in parents:

@@ -27,6 +27,7 @@ class Gone(NamedTuple):
 
 NO_INJECTION = {"step": 0, "steps": 1, "rank": 0, "where": "forward", "layer": 0, "module": "", "kind": "nan"}
 GONE = {
+    "checkpoint.keep_every_steps": Gone((0,), "raise checkpoint.keep; the end of each stage is always kept"),
     "data.sources.group_depth": Gone((0,), "remove it; the documents of a folder are a group"),
     "compile.mode": Gone(("default",), "remove it; torch.compile runs in its default mode"),
     "data.group_depth": Gone((0,), "remove it; the documents of a folder are a group"),

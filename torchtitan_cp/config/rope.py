@@ -13,7 +13,7 @@ class Rope:
     """Rotary embedding of a stage.
 
     Attributes:
-        theta: base of the frequencies; default: that of config.json, if the model has one
+        theta: base of the frequencies; default: that of config.json, if the model has one, not the previous stage's
         kind: scaling of the frequencies
         factor: every kind but none: how much longer the context becomes
         original_seq_len: llama3, yarn, longrope: context length before scaling, in tokens

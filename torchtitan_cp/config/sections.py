@@ -67,10 +67,12 @@ class Tokenizer:
 
     Attributes:
         kind: which library reads it; bytes: none, each byte is a token (257 with the end token)
-        path: model file; empty with sentencepiece: one is trained on the corpus and cached
+        path: model file; empty with sentencepiece: that of model.hub_checkpoint, else one is trained on the corpus and
+            cached
         bos: documents of plain text begin with the tokenizer's BOS token, if it has one, as Gemma's and Llama's do;
             false: without it
-        vocab_size: pieces of a SentencePiece model trained on the corpus
+        vocab_size: pieces of a SentencePiece model trained on the corpus; beside model.hub_checkpoint, any number but
+            the default asks for one
     """
 
     kind: str = key("sentencepiece", choices=("sentencepiece", "bytes", "huggingface"))
@@ -281,8 +283,7 @@ class Checkpoint:
         enable: save, and resume from the newest complete checkpoint
         interval: optimizer steps between checkpoints; the end of a stage is always saved
         interval_minutes: also save this many minutes after the last save; 0: never
-        keep: newest checkpoints kept; the end of each stage is kept for good
-        keep_every_steps: checkpoints at multiples of this step are kept for good; 0: none
+        keep: newest checkpoints kept, of those that verify; the end of each stage is kept for good
         asynchronous: write while training goes on, from a copy in host memory
         export: also write the end of each stage for transformers, in hub/step-N
         timeout_seconds: a save that waits longer for another rank has failed
@@ -292,7 +293,6 @@ class Checkpoint:
     interval: int = key(100, least=1)
     interval_minutes: float = key(0.0, least=0)
     keep: int = key(2, least=1)
-    keep_every_steps: int = key(0, least=0)
     asynchronous: bool = True
     export: str = key("no", choices=("no", "float32", "bfloat16"))
     timeout_seconds: float = key(1800.0, least=1, most=MAX_SECONDS)

@@ -5,6 +5,15 @@ No tensors. Imports `config` at most.
 
 from torchtitan_cp.curriculum.gate import judge
 from torchtitan_cp.curriculum.rope import check_head_dim, describe_rope, rope_frequencies
+from torchtitan_cp.curriculum.rope_changes import rope_notes
 from torchtitan_cp.curriculum.stages import ResolvedStage, resolve_stages
 
-__all__ = ["ResolvedStage", "check_head_dim", "describe_rope", "judge", "resolve_stages", "rope_frequencies"]
+__all__ = [
+    "ResolvedStage",
+    "check_head_dim",
+    "describe_rope",
+    "judge",
+    "resolve_stages",
+    "rope_frequencies",
+    "rope_notes",
+]

@@ -38,7 +38,8 @@ class EvaluationResult:
     """The result of an evaluation. Losses are in nats a token; what was not measured is None or empty.
 
     Attributes:
-        loss: mean on held-out text at the stage's length; unigram: a unigram model's loss on the same tokens.
+        loss: mean on held-out text at the stage's length, on the same mixture in every stage of a run; unigram: a
+            unigram model's loss on the same tokens.
         by_source: mean loss of each source.
         position_starts: first position of each bin; position_losses: mean loss of its tokens, NaN if it has none.
         turn_losses: mean loss of the learned tokens of a conversation's first, second, third and fourth turn and of
@@ -49,6 +50,7 @@ class EvaluationResult:
         passkey_accuracy: accuracy with one key, at the stage's length.
         held_out_epochs: how often each source's held-out text was read for `loss`.
         left_out: what there was no time or no room for.
+        stage_loss: mean on the stage's own mixture; positions, turns and context gain are of that mixture too.
     """
 
     loss: float
@@ -63,6 +65,7 @@ class EvaluationResult:
     passkey_accuracy: float | None = None
     held_out_epochs: dict[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    stage_loss: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON; NaN becomes null."""
@@ -79,6 +82,7 @@ class EvaluationResult:
         sources = self.by_source if len(self.by_source) > 1 else {}
         values = {
             "loss": self.loss,
+            "stage_loss": self.stage_loss if sources else None,
             "unigram_loss": self.unigram,
             "context_gain": self.context_gain,
             "short_loss_rise": self.short_loss_rise,
@@ -98,6 +102,11 @@ class EvaluationResult:
         yield (
             f"validation at step {step}: loss {self.loss:.4f} on held-out text at length {seq_len:,} "
             f"(a unigram model: {self.unigram:.4f})"
+            + (
+                f"; {self.stage_loss:.4f} on the stage's own mixture"
+                if self.stage_loss not in (None, self.loss)
+                else ""
+            )
         )
         if len(self.by_source) > 1:
             measured = {name: loss for name, loss in self.by_source.items() if not math.isnan(loss)}

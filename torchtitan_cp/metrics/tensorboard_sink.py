@@ -13,7 +13,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 LAYOUT = {
     "Loss": {"train": "train/loss$", "by position": "loss_by_position/", "gradient norm": "train/grad_norm$"},
     "Validation": {
-        "loss on held-out text": "validation/(unigram_)?loss$",
+        "loss on held-out text": "validation/(unigram_|stage_)?loss$",
         "by turn of a conversation": "validation/loss_by_turn/",
         "context gain": "validation/context_gain$",
         "retrieval accuracy": "validation/.*_accuracy$",

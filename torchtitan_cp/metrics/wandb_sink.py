@@ -2,6 +2,7 @@
 
 import hashlib
 import html
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class WandbSink:
         self.wandb = import_extra("wandb", extra="wandb", needed_by="metrics.wandb")
         self.errors = (self.wandb.errors.Error,)
         # Folders of two runs may have the same name.
-        run_id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        run_id = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
         names = {"project": project, "name": folder.name, "id": run_id}
         try:
             self.run = self.wandb.init(**names, dir=str(folder), resume="allow")

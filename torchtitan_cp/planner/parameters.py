@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan_cp.config import Config
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
 from torchtitan_cp.training import registry
+from torchtitan_cp.training.resolve import with_defaults
 
 
 @dataclass(frozen=True)
@@ -59,4 +60,4 @@ def sized_model_args(config: Config) -> Any:
         UserError: an unknown flavor or override, or a tokenizer that cannot be read.
     """
     args = registry.model_args_of(config.model)
-    return args if args.vocab_size else replace(args, vocab_size=vocabulary_size(config.tokenizer))
+    return args if args.vocab_size else replace(args, vocab_size=vocabulary_size(with_defaults(config).tokenizer))

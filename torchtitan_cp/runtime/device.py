@@ -5,6 +5,7 @@ import gc
 import hashlib
 import os
 import resource
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.runtime.environment import AGENT_RUN, PLACE
 from torchtitan_cp.runtime.gloo import use_one_thread
 
 
@@ -119,11 +121,14 @@ def start_ranks(timeout_seconds: float) -> World:
         torch.cuda.set_device(device.device)
     use_one_thread()
     if not dist.is_initialized():
-        if "RANK" not in os.environ:
+        if not os.environ.keys() >= set(PLACE):
             raise ConfigError(
                 "no launcher started this process, so it has no rank",
                 fix="start it by ./run_train.sh, torchtitan-cp train or torchrun",
             )
+        if AGENT_RUN not in os.environ:  # the environment may be of another job
+            rank, size, address, port = (os.environ[name] for name in PLACE)
+            print(f"rank {rank} of {size}, by the environment: joins the others at {address}:{port}", file=sys.stderr)
         device_id = device.device if device.device.type == "cuda" else None
         dist.init_process_group(device.backend, timeout=timedelta(seconds=timeout_seconds), device_id=device_id)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan_cp.runtime.environment import has_ended, launcher_pid
+
 FOLDER_VARIABLE = "TORCHTITAN_CP_JOB_NOTES"
 # A rank that has written its note waits for the launcher to end it, so that no other rank sees a lost connection.
 WAIT_SECONDS = 30.0
@@ -25,9 +27,12 @@ class EndNote(NamedTuple):
 def end_job(message: str, code: int) -> int:
     """End the job on all ranks without another attempt. Returns the exit code of this process.
 
-    Under the launcher, which prints the message, this does not return. Without one, rank 0 prints it.
+    Under the launcher, which prints the message, this does not return. Without one, or after
+    its end, rank 0 prints it.
     """
-    folder = os.environ.get(FOLDER_VARIABLE)
+    folder, launcher = os.environ.get(FOLDER_VARIABLE), launcher_pid()
+    if launcher and has_ended(launcher):
+        folder = None
     if folder:
         note = Path(folder) / f"end-{os.environ['LOCAL_RANK']}"
         partial = note.with_name(f"partial-{note.name}")

@@ -42,6 +42,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Job
+from torchtitan_cp.runtime.environment import LAUNCHER_VARIABLE
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote, end_notes, take_relaunch
 from torchtitan_cp.runtime.nodes import ask, is_own, own_address, route_to
 from torchtitan_cp.runtime.signals import STOP
@@ -183,7 +184,7 @@ def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: J
     hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGINT,SIGQUIT{hang_up}"
     with tempfile.TemporaryDirectory(prefix="torchtitan-cp-") as notes:
-        os.environ[FOLDER_VARIABLE] = notes
+        os.environ[FOLDER_VARIABLE], os.environ[LAUNCHER_VARIABLE] = notes, str(os.getpid())
         for number in itertools.count():
             meeting = RendezvousParameters("c10d", endpoint, f"launch-{number}", nodes, nodes)
             meeting.config |= {"join_timeout": math.ceil(job.startup_timeout_seconds), "folder": job.dump_folder}

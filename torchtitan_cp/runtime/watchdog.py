@@ -7,12 +7,16 @@ then starts all ranks again, or ends the job.
 Each of these threads also listens to that of the next rank, as the main thread may never learn of a lost rank: gloo
 raises when a peer dies, but NCCL leaves the main thread inside CUDA, where no exception reaches it, and neither raises
 when a peer is stopped. So the second thread itself reports a lost rank and ends the process.
+
+It also looks for the launcher. If that was killed, nobody would pass a stop signal on or start lost ranks again, so the
+thread sends its own process the signal that the launcher sends to stop it, and the ranks save and leave.
 """
 
 import json
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -28,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torchtitan_cp.runtime.environment import has_ended, launcher_pid
 from torchtitan_cp.runtime.nodes import ask, node_name
 
 logger = logging.getLogger(__name__)
@@ -117,6 +122,9 @@ class Watchdog:
         rank: this rank; world_size: ranks of the job.
         beat_seconds: between two messages to the others.
         folder: of the run, where the flight recorder of collectives is written.
+
+    Attributes:
+        lost_launcher: the launcher, or torchrun, that started this rank has ended.
     """
 
     def __init__(self, rank: int, world_size: int, beat_seconds: float, folder: str | Path) -> None:
@@ -125,6 +133,7 @@ class Watchdog:
         # A connection of its own: the main thread may wait on the store for as long as it likes.
         self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._reachable, self._answered = True, time.monotonic()
+        self._launcher, self.lost_launcher = launcher_pid(), False
         # The last beats of this rank and of the one that holds the store, for when that is gone.
         self._known: dict[int, Beat] = {}
         # The last beat of the rank listened to, and how long this rank waited since. Only its waits count, as the whole
@@ -156,6 +165,8 @@ class Watchdog:
             most_silent = min(SILENT_FRACTION * activity.limit_seconds, MAX_SILENT_SECONDS)
             most_silent = max(SILENT_BEATS * self.beat_seconds, most_silent)
             self._beat(most_silent)
+            if self._launcher and not self.lost_launcher and has_ended(self._launcher):
+                self._stop_without_launcher()
             # No more counts as passed than this thread waited for: a scheduler may have stopped the job meanwhile.
             now = time.monotonic()
             passed = min(now - max(looked, activity.since), waited + most_silent)
@@ -169,6 +180,14 @@ class Watchdog:
                     self._end(lost, activity)
             # Often until the rank that holds the store has sent a beat: it may be the first to die.
             waited = self.beat_seconds if STORE_HOST in self._known else min(FIRST_BEATS_SECONDS, self.beat_seconds)
+
+    def _stop_without_launcher(self) -> None:
+        """Stop this rank as the launcher would. Its other ranks do so too, and the first to notice says why."""
+        self.lost_launcher = True
+        if self._ask(lambda store: store.add(f"lost launcher {node_name()}", 1) == 1, True):
+            how = "its ranks finish their step, save and stop"
+            logger.error("the launcher on %s, pid %d, has ended: %s", socket.gethostname(), self._launcher, how)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _end(self, reason: str, activity: Activity) -> None:
         """Report, and end this process at once, whatever its other threads do."""

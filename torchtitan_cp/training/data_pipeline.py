@@ -39,6 +39,8 @@ def tokenizer_of(config: Config) -> Tokenizer:
         UserError: the file, or the corpus, cannot be read.
     """
     if not config.tokenizer.trained:
+        if config.tokenizer.path and not Path(os.path.expanduser(config.tokenizer.path)).exists():
+            start_folder(config.model)  # if it is a name on the hub, this downloads its tokenizer again
         return load_tokenizer(config.tokenizer)
     return prepare(config.data, config.tokenizer, start_folder(config.model)).tokenizer
 

@@ -1,7 +1,8 @@
 """Evaluation between steps: losses on held-out text, retrieval of planted keys, and a stage's gate."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -58,7 +59,13 @@ class HeldOutLosses(NamedTuple):
     @property
     def loss(self) -> float:
         """Mean loss of all tokens."""
-        return _mean(self.by_bin.sum((0, 2)))
+        return float(_mean(self.by_bin.sum((0, 2))))
+
+    @property
+    def by_source(self) -> dict[str, float]:
+        """Mean loss of the tokens of each source that has any."""
+        means = zip(self.sources, _mean(self.by_bin.sum(2).T), strict=True)
+        return {name: loss for name, loss in means if not math.isnan(loss)}
 
 
 def _mean(sums: Tensor) -> Any:
@@ -72,7 +79,8 @@ class Evaluator:
 
     Args:
         model, data_pipeline: of the run, in the current stage.
-        first_stage: of the curriculum; short_loss_rise compares the loss at its length with that at the stage's end.
+        stages: of the curriculum. In every stage, `loss` is measured on the mixture of the first stage that holds text
+            out; short_loss_rise compares the loss at the first stage's length with that at its end.
         set_activity: tells the watchdog what this rank does.
         stop_requested: whether this rank was asked to stop.
 
@@ -83,7 +91,7 @@ class Evaluator:
 
     model: ParallelModel
     data_pipeline: DataPipeline
-    first_stage: ResolvedStage
+    stages: Sequence[ResolvedStage]
     set_activity: Callable[[str], None]
     stop_requested: Callable[[], bool]
 
@@ -110,40 +118,88 @@ class Evaluator:
             None if nothing is held out, there is no time, or a stop was requested.
         """
         self.left_out = []
-        if not (at_end or stage.until or self._affords(max(self.settings.tokens, stage.seq_len))):
+        common, own = self._common_weights(), self._weights(stage)
+        passes = 1 if own in ({}, common) else 2
+        if not (at_end or stage.until or self._affords(passes * max(self.settings.tokens, stage.seq_len))):
             logger.info("evaluation skipped: it would exceed evaluation.max_share = %g", self.budget.max_share)
             return None
         layout = resized(batch_layout, stage.seq_len)
         try:
-            held_out = self.held_out_losses(layout, stage)
+            held_out = self.held_out_losses(layout, stage, weights=common)
             if held_out is None:
-                logger.info("evaluation skipped: no source of the stage holds text out (data.validation_fraction)")
+                logger.info("evaluation skipped: no source of a stage holds text out (data.validation_fraction)")
                 return None
-            reason = f"evaluation.tokens = {self.settings.tokens} gives it no sequence of {stage.seq_len:,} tokens"
-            self.left_out += [f"the loss of {name}: {reason}" for name, read in held_out.epochs.items() if not read]
+            of_stage = (self.held_out_losses(layout, stage) if passes == 2 else None) or held_out
             rise = self._short_loss_rise(stage, layout, progress, at_end)
             retrieval = self.measure_retrieval(stage, layout)
-            gain, by_position = self._context_gain(held_out, layout, stage), held_out
+            gain, by_position = self._context_gain(of_stage, layout, stage, own or common), of_stage
             length = self.settings.position_seq_len or stage.seq_len
             if length != stage.seq_len and self._is_due(f"loss by position to {length:,}", tokens=length):
-                by_position = self.held_out_losses(resized(layout, length), stage) or held_out
+                longer = resized(layout, length)
+                by_position = self.held_out_losses(longer, stage, weights=own or common) or of_stage
         except _Stopped:
             logger.info("evaluation stopped: the run is stopping%s", "; the next start runs it" * at_end)
             return None
+        by_source = {**of_stage.by_source, **held_out.by_source}
+        epochs = {**of_stage.epochs, **{name: read for name, read in held_out.epochs.items() if read}}
+        accuracy = retrieval["passkey"].at(stage.seq_len) if "passkey" in retrieval else None
+        self._note_unmeasured(stage, held_out, of_stage if own else None, by_source, epochs)
+        if "passkey" in retrieval and min(retrieval["passkey"].lengths) > stage.seq_len:
+            self.left_out.append(
+                f"passkey accuracy: evaluation.passkey.lengths has none up to {stage.seq_len:,} tokens"
+            )
+        by_turn = of_stage.by_turn if of_stage.by_turn.any() else held_out.by_turn
         return EvaluationResult(
             loss=held_out.loss,
+            stage_loss=of_stage.loss if own else None,
             unigram=unigram_loss(self.data_pipeline.corpus.unigram_counts, held_out.label_counts.numpy()),
-            by_source=dict(zip(held_out.sources, _mean(held_out.by_bin.sum(2).T), strict=True)),
+            by_source={name: by_source.get(name, math.nan) for name in self.data_pipeline.held_out if name in epochs},
             position_starts=by_position.starts,
             position_losses=_mean(by_position.by_bin.sum(0)),
-            turn_losses=_mean(held_out.by_turn) if held_out.by_turn.any() else [],
+            turn_losses=_mean(by_turn) if by_turn.any() else [],
             context_gain=gain,
             short_loss_rise=rise,
             retrieval=retrieval,
-            passkey_accuracy=retrieval["passkey"].at(stage.seq_len) if "passkey" in retrieval else None,
-            held_out_epochs=held_out.epochs,
+            passkey_accuracy=accuracy,
+            held_out_epochs=epochs,
             left_out=tuple(dict.fromkeys(self.left_out)),
         )
+
+    def _note_unmeasured(
+        self,
+        stage: ResolvedStage,
+        common: HeldOutLosses,
+        of_stage: HeldOutLosses | None,
+        by_source: dict[str, float],
+        epochs: dict[str, float],
+    ) -> None:
+        """Note the losses that are not numbers.
+
+        Args:
+            common: on the mixture of every stage; of_stage: on the stage's own, None if that holds nothing out.
+            by_source, epochs: of both.
+        """
+        none_learned = "no held-out token of it is learned"
+        if of_stage is None:
+            self.left_out.append("the loss on the stage's own mixture, whose sources hold nothing out")
+        elif math.isnan(of_stage.loss):
+            self.left_out.append(f"the loss on the stage's own mixture: {none_learned}")
+        if math.isnan(common.loss):
+            self.left_out.append(f"the loss: {none_learned}")
+        too_few = f"evaluation.tokens = {self.settings.tokens} gives it no sequence of {stage.seq_len:,} tokens"
+        for name, read in epochs.items():
+            if name not in by_source:
+                self.left_out.append(f"the loss of {name}: {none_learned if read else too_few}")
+
+    def _weights(self, stage: ResolvedStage) -> dict[str, float]:
+        """The fractions of the stage's mixture among the sources that hold text out; empty if none of them does."""
+        mixture = self.data_pipeline.stage_data(stage).mixture
+        weights = {name: mixture[name] for name in self.data_pipeline.held_out if mixture.get(name)}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+    def _common_weights(self) -> dict[str, float]:
+        """The mixture on which the loss is measured in every stage: that of the first which holds text out."""
+        return next(filter(None, map(self._weights, self.stages)), {})
 
     # Time ----------------------------------------------------------------------------------------------------
 
@@ -161,7 +217,12 @@ class Evaluator:
     # Losses --------------------------------------------------------------------------------------------------
 
     def held_out_losses(
-        self, batch_layout: BatchLayout, stage: ResolvedStage, block: int = 0, tokens: int = 0
+        self,
+        batch_layout: BatchLayout,
+        stage: ResolvedStage,
+        block: int = 0,
+        tokens: int = 0,
+        weights: Mapping[str, float] | None = None,
     ) -> HeldOutLosses | None:
         """Losses of held-out text, the same text on any number of ranks; None if there is none. Collective.
 
@@ -170,10 +231,12 @@ class Evaluator:
             stage: gives the mixture and the document mask.
             block: cut documents into blocks of this many tokens that cannot attend to each other; 0: do not.
             tokens: how much text; 0: evaluation.tokens.
+            weights: mixture of the sources; None: the stage's.
         """
         seq_len, device, block_tokens = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
         count, starts = max(1, (tokens or self.settings.tokens) // seq_len), bin_starts(seq_len)
         data = self.data_pipeline.stage_data(stage)
+        data = data if weights is None else replace(data, mixture=dict(weights))
         samples = held_out_samples(self.data_pipeline.held_out, seq_len, data, count, block)
         if samples is None:
             return None
@@ -210,26 +273,46 @@ class Evaluator:
         self, stage: ResolvedStage, batch_layout: BatchLayout, progress: Progress, at_end: bool
     ) -> float | None:
         """The fraction by which the loss at the first stage's length rose; None if it is not measured."""
-        first, what = self.first_stage, "the loss at the first stage's length"
+        first, what = self.stages[0], "the loss at the first stage's length"
         before, tokens = progress.short_loss, progress.short_tokens or self.settings.tokens
         # A stage with a gate may end with any evaluation.
-        if not (stage.index and before and (at_end or stage.until)):
+        if not (stage.index and (at_end or stage.until)):
+            return None
+        if not before or math.isnan(before):
+            self.left_out.append(f"{what}, which was not measured at that stage's end")
             return None
         if first.seq_len % length_unit(stage.cp, stage.tp):
             self.left_out.append(f"{what}, which cp x tp = {stage.cp * stage.tp} ranks cannot share")
             return None
         if not self._is_due(what, "short_loss_rise" in stage.until, tokens=max(tokens, first.seq_len)):
             return None
-        now = self.held_out_losses(resized(batch_layout, first.seq_len), first, tokens=tokens)
+        layout, weights = resized(batch_layout, first.seq_len), self._common_weights()
+        now = self.held_out_losses(layout, first, tokens=tokens, weights=weights)
         return now.loss / before - 1 if now else None
 
-    def _context_gain(self, held_out: HeldOutLosses, batch_layout: BatchLayout, stage: ResolvedStage) -> float | None:
-        """How much lower the loss is with the whole context than within blocks; None if it is not measured."""
-        block = self.settings.context_gain_tokens
-        tokens = max(self.settings.tokens, batch_layout.seq_len)
-        if not block or batch_layout.seq_len < 2 * block or not self._is_due("context gain", tokens=tokens):
+    def _context_gain(
+        self, held_out: HeldOutLosses, batch_layout: BatchLayout, stage: ResolvedStage, weights: Mapping[str, float]
+    ) -> float | None:
+        """How much lower the loss is with the whole context than within blocks; None if it is not measured.
+
+        Args:
+            held_out: the losses with the whole context, on the mixture of these weights.
+        """
+        block, seq_len = self.settings.context_gain_tokens, batch_layout.seq_len
+        if not block:
             return None
-        in_blocks = self.held_out_losses(batch_layout, stage, block)
+        if seq_len < 2 * block:
+            needed = f"2 x evaluation.context_gain_tokens = {2 * block:,}"
+            self.left_out.append(f"context gain: {seq_len:,} tokens are fewer than {needed}")
+            return None
+        if not held_out.late[1]:
+            self.left_out.append(
+                f"context gain: no learned token lies in the second half of a block of {block:,} tokens"
+            )
+            return None
+        if not self._is_due("context gain", tokens=max(self.settings.tokens, seq_len)):
+            return None
+        in_blocks = self.held_out_losses(batch_layout, stage, block, weights=weights)
         return _mean(in_blocks.late) - _mean(held_out.late) if in_blocks else None
 
     def _batches(

@@ -11,25 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.checkpoint.hub import hub_names, rope_changes, rope_parameters, save_hub_weights
+from torchtitan_cp.checkpoint.hub import hub_names, save_hub_weights
+from torchtitan_cp.checkpoint.hub_rope import rope_changes, rope_parameters
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.save import sync
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.sections import Model, Rope
 from torchtitan_cp.data.corpus.chat import CONFIG_FILE, ChatTemplate
 from torchtitan_cp.data.corpus.store import read_json, write_json
 from torchtitan_cp.data.corpus.tokenizer import SPACE_MARK, SentencePieceTokenizer, Tokenizer, tokenizer_files
+from torchtitan_cp.data.corpus.tokenizer_files import MAP_FILE, read_tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training.chat import chat_templates_of, end_tokens_of
 from torchtitan_cp.training.data_pipeline import tokenizer_of
-from torchtitan_cp.training.registry import args_from, config_for_hub, hub_config, hub_of, start_folder
+from torchtitan_cp.training.read_back import check_rotaries, knows
+from torchtitan_cp.training.registry import (
+    args_from,
+    config_for_hub,
+    hub_of,
+    model_args_of,
+    start_config,
+    start_folder,
+)
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 30.0  # polling reads every checkpoint's manifest: half a second for 200 of them, of 1,024 ranks each
+# Keys of a config.json that a stage's rope replaces; transformers prefers this length to the one in rope_parameters.
+ROPE_PREFIXES = "rope_", "original_max_position_embeddings"
 TOKENIZER_JSON = "tokenizer.json"
 PLAIN_CLASS = "PreTrainedTokenizerFast"  # transformers' class that does just what the tokenizer's file says
 SAMPLES = ("Hello world", "  two\n\n x\t1234", "na\u00efve \u6771\u4eac \U0001f389 ")
@@ -111,6 +123,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
     try:
         _write_weights(saved, to_hub, unfinished, getattr(torch, dtype))
         _write_settings(saved, config, args, length, tokenizer, dtype, unfinished)
+        _read_back(saved, args, unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
             sync(path)
         unfinished.rename(out)
@@ -128,8 +141,8 @@ def _length(saved: SavedModel, args: Any) -> int:
     length, rope, model = saved.stage.seq_len, saved.stage.rope, saved.config.model
     if not (model.hub_checkpoint and model.load_weights):
         return length
-    start = args.config if hub_of(model).load else hub_config(model)
-    start_length = start.get("text_config", start).get("max_position_embeddings") or 0
+    start = start_config(model, args)
+    start_length = start.get("max_position_embeddings") or 0
     return length if rope and rope_changes(start, rope, args.rotary_dim) else max(length, start_length)
 
 
@@ -159,6 +172,37 @@ def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dty
     save_hub_weights(out, sizes, read)
 
 
+def written_config(
+    model: Model, config: dict[str, Any], args: Any, length: int, rope: Rope | None, tokens: dict[str, Any]
+) -> dict[str, Any]:
+    """The config.json of an export.
+
+    A run that started from the weights of model.hub_checkpoint keeps the other keys of that checkpoint's config.json.
+
+    Args:
+        config: of these ModelArgs, as `config_for_hub` gives it.
+        length: max_position_embeddings to write.
+        rope: of the stage.
+        tokens: ids of the tokenizer's BOS and EOS, for fresh weights.
+    """
+    starts = bool(model.hub_checkpoint and model.load_weights)
+    if hub_of(model).load:
+        values = config if starts else {**config, **tokens}
+    else:
+        if starts:
+            start = start_config(model, args)
+            kept = (key for key in start if not key.startswith(ROPE_PREFIXES) and "dtype" not in key)
+            tokens = {key: start[key] for key in kept}
+        trained_rope = rope_parameters(rope or Rope(), args.rotary_dim)
+        values = {**tokens, **config, "max_position_embeddings": length, "rope_parameters": trained_rope}
+    # Programs older than transformers 5 read these keys, if all layers share one rotary embedding.
+    written_rope = values.get("rope_parameters") or {}
+    older = {key: written_rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in written_rope}
+    if older:
+        older["rope_scaling"] = None if written_rope.get("rope_type", "default") == "default" else written_rope
+    return {**values, **older}
+
+
 def _write_settings(
     saved: SavedModel, config: dict[str, Any], args: Any, length: int, tokenizer: Tokenizer, dtype: str, out: Path
 ) -> None:
@@ -171,23 +215,8 @@ def _write_settings(
         length: max_position_embeddings to write.
     """
     weights_folder = start_folder(saved.config.model) if saved.config.model.load_weights else None
-    rope, hub = saved.stage.rope, hub_of(saved.config.model)
-    other: dict[str, Any] = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
-    if hub.load:
-        values = config if weights_folder else {**config, **other}
-    else:
-        if weights_folder:
-            start = hub_config(saved.config.model)
-            start = start.get("text_config", start)  # the text model of one that reads images too
-            other = {key: value for key, value in start.items() if not key.startswith("rope_") and "dtype" not in key}
-        trained_rope = rope_parameters(rope or Rope(), args.rotary_dim)
-        values = {**other, **config, "max_position_embeddings": length, "rope_parameters": trained_rope}
-    # Programs older than transformers 5 read these keys, if all layers share one rotary embedding.
-    written_rope = values.get("rope_parameters") or {}
-    older = {key: written_rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in written_rope}
-    if older:
-        older["rope_scaling"] = None if written_rope.get("rope_type", "default") == "default" else written_rope
-    values = {**values, **older, "dtype": dtype}
+    tokens: dict[str, Any] = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
+    values = written_config(saved.config.model, config, args, length, saved.stage.rope, tokens) | {"dtype": dtype}
     write_json(out / "config.json", values)
     stored = read_json(weights_folder / "generation_config.json") if weights_folder else None
     generation = stored or {"eos_token_id": values.get("eos_token_id")}
@@ -200,6 +229,27 @@ def _write_settings(
     ends |= {*stored_ends} if isinstance(stored_ends, list) else {stored_ends}
     generation["eos_token_id"] = sorted(ends - {None})
     write_json(out / "generation_config.json", generation)
+
+
+def _read_back(saved: SavedModel, args: Any, out: Path) -> None:
+    """Read the written config.json as this program does, and as transformers does where that is installed.
+
+    Raises:
+        ConfigError: one of them does not, or transformers would compute other rotary frequencies than training did.
+    """
+    model, stage = saved.config.model, saved.stage
+    model_args_of(Model(architecture=model.architecture, hub_checkpoint=str(out)))
+    written = read_json(out / "config.json") or {}
+    if not knows(written):
+        return logger.info("config.json is not read back: there is no transformers that has %s", written["model_type"])
+    start = args.sizes if hub_of(model).load else None
+    rope = stage.rope if start else stage.rope or Rope()
+    try:
+        check_rotaries(written, rope, args.rotary_dim, stage.seq_len, start)
+    except ValueError as error:
+        raise ConfigError(
+            f"{saved.path} is not exported: {error}", fix="give a stage's rope that the model's config.json can express"
+        ) from None
 
 
 def write_tokenizer(
@@ -225,9 +275,12 @@ def write_tokenizer(
         if (values.get("model_max_length") or length) < length:
             values["model_max_length"] = length
         write_json(out / CONFIG_FILE, values)
-        # A tokenizer.json with the plain class decides everything, so it cannot differ.
-        decided = (settings.kind, values["tokenizer_class"], settings.bos) == ("huggingface", PLAIN_CLASS, True)
-        if settings.path and not decided:
+        if read_tokenizer_files(out).names.get("eos_token") != tokenizer.eos_token:
+            # The files beside the run's tokenizer named none, and those of the checkpoint it started from another.
+            write_json(out / CONFIG_FILE, {**values, "eos_token": tokenizer.eos_token})
+            special_map = read_json(out / MAP_FILE) or {}
+            write_json(out / MAP_FILE, {name: token for name, token in special_map.items() if name != "eos_token"})
+        if settings.path:
             conversations = any(source.conversations for source in config.data.by_name().values())
             try:
                 _match_tokenizer(tokenizer, values["tokenizer_class"], out, conversations)
@@ -251,16 +304,40 @@ def _match_tokenizer(tokenizer: Tokenizer, class_name: str, out: Path, conversat
         _set_spaces(exported.backend_tokenizer, tokenizer.spaces, conversations)
         exported.backend_tokenizer.save(str(out / TOKENIZER_JSON))
         exported = load()
+    around = conversations or not isinstance(tokenizer, SentencePieceTokenizer)
+    for text in (_text_read_unlike(tokenizer, exported), _token_read_unlike(tokenizer, exported, around=around)):
+        if text is not None:
+            logger.warning(
+                "THE EXPORTED TOKENIZER reads text unlike %s in training, e.g. %r: it is read as %s",
+                *(tokenizer.path, text, type(exported).__name__),
+            )
+
+
+def _text_read_unlike(tokenizer: Tokenizer, exported: Any) -> str | None:
+    """The first sample of plain text that transformers' tokenizer reads otherwise than training."""
     for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
         expected = [*tokenizer.bos_ids, *ids.tolist()]
         # Behind the text it may add an end token, which training adds at the end of a document.
         same_start = exported(text)["input_ids"][: len(expected)] == expected
         if exported(text, add_special_tokens=False)["input_ids"] != ids.tolist() or not same_start:
-            logger.warning(
-                "THE EXPORTED TOKENIZER reads text unlike %s in training, e.g. %r: it is read as %s",
-                *(tokenizer.path, text, type(exported).__name__),
-            )
-            return
+            return text
+    return None
+
+
+def _token_read_unlike(tokenizer: Tokenizer, exported: Any, *, around: bool) -> str | None:
+    """The first text with an added or special token that transformers' tokenizer reads otherwise than training.
+
+    Args:
+        around: text around the token is compared too.
+    """
+    if exported.eos_token_id != tokenizer.eos_id:
+        return tokenizer.eos_token
+    tokens = dict.fromkeys([*(token.content for token in tokenizer.added), *exported.get_added_vocab()])
+    texts = [f"a{token}b {token} c" if around else token for token in tokens]
+    rows = zip(
+        texts, tokenizer.encode_chat_batch(texts), exported(texts, add_special_tokens=False)["input_ids"], strict=True
+    )
+    return next((text for text, (ids, _), theirs in rows if ids.tolist() != theirs), None)
 
 
 def _set_spaces(backend: Any, spaces: str, conversations: bool) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from torchtitan_cp.checkpoint.hub import refuse_without_weights, rope_parameters
+from torchtitan_cp.checkpoint.hub import refuse_without_weights
+from torchtitan_cp.checkpoint.hub_rope import rope_parameters
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.training.read_back import check_rotaries
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +197,8 @@ def config_for_hub(model: Model, args: Any, length: int, rope: Rope | None) -> d
     """ModelArgs with the keys of Hugging Face's config.json.
 
     Args:
-        length, rope: as trained; included only if the architecture's hub has `load`.
+        length, rope: as trained; included only if the architecture's hub has `load`. transformers must then compute the
+            frequencies of training from it.
 
     Raises:
         ConfigError: the format cannot express them.
@@ -203,7 +206,10 @@ def config_for_hub(model: Model, args: Any, length: int, rope: Rope | None) -> d
     hub = hub_of(model)
     as_trained = (length, rope and rope_parameters(rope, args.rotary_dim)) if hub.load else ()
     try:
-        return hub.config(args, *as_trained)
+        config = dict(hub.config(args, *as_trained))
+        if hub.load:
+            check_rotaries(config, rope, args.rotary_dim, length, args.sizes)
+        return config
     except ValueError as error:
         raise ConfigError(
             f"the model cannot be written in Hugging Face's format: {error}",
@@ -266,6 +272,12 @@ def hub_config(model: Model) -> dict[str, Any]:
         fix = "give a folder with config.json (and *.safetensors for weights), as `hf download --local-dir` makes it; "
         fix += f"a path is relative to the current directory, {Path.cwd()}"
         raise _config_error(model, f" cannot be read: {getattr(error, 'strerror', error)}", fix) from None
+
+
+def start_config(model: Model, args: Any) -> dict[str, Any]:
+    """The config.json of the text model; with transformers' defaults, of an architecture that takes any."""
+    config = args.config if architecture(model).args_of else hub_config(model)
+    return dict(config.get("text_config", config))
 
 
 def _config_error(model: Model, problem: str, fix: str) -> ConfigError:

@@ -4,6 +4,7 @@ The launcher waits for this check, so the module imports nothing that only train
 """
 
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ import torch
 
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.kernels import KERNELS, Case
-from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights, fill_rope, hub_rope
+from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights
+from torchtitan_cp.checkpoint.hub_rope import fill_rope, hub_rope
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage
+from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage, Tokenizer
 from torchtitan_cp.curriculum import ResolvedStage, check_head_dim, resolve_stages
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import check_corpus
-from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
+from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, other_pieces, vocabulary_size
+from torchtitan_cp.data.corpus.tokenizer_files import find_tokenizers
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
 from torchtitan_cp.optim.rules import check_rules
@@ -122,7 +125,8 @@ def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
     if 0 < args.vocab_size < size:
         raise ConfigError(
             f"the model has {args.vocab_size} embeddings and the tokenizer {size} pieces",
-            fix="use the checkpoint's own tokenizer, or set model.load_weights = false for fresh weights"
+            fix="use the checkpoint's own tokenizer, whose special_tokens_map.json and tokenizer_config.json name no "
+            "token that its vocabulary lacks, or set model.load_weights = false for fresh weights"
             if run.config.model.hub_checkpoint and run.config.model.load_weights
             else "set model.overrides = {vocab_size = 0} to take the tokenizer's, or use another tokenizer",
         )
@@ -130,13 +134,15 @@ def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
 
 
 def with_defaults(config: Config) -> Config:
-    """The config with the defaults that depend on other keys: flavor, each stage's RoPE, and max_document.
+    """The config with the defaults that depend on other keys: tokenizer, flavor, each stage's RoPE, and max_document.
 
-    Each RoPE key is taken as written, else from config.json, else it has its default. With an architecture that takes
-    any config.json, a stage without `rope` keeps the model's own RoPE. Conversations are limited to the longest stage.
+    Where [tokenizer] names none, it is that of model.hub_checkpoint, if there is one: tokenizer.json, else
+    tokenizer.model. Each RoPE key is taken as written, else from config.json, else it has its default. With an
+    architecture that takes any config.json, a stage without `rope` keeps the model's own RoPE. Conversations are
+    limited to the longest stage.
     """
     model, stages = config.model, config.curriculum.stages
-    config = replace(config, data=_with_limits(config.data, stages))
+    config = replace(config, data=_with_limits(config.data, stages), tokenizer=_with_hub_tokenizer(config))
     takes_any, has_hub = registry.architecture(model).args_of, registry.has_hub_config(model)
     if has_hub and any(stage.rope for stage in stages):
         hub = registry.model_args_of(model).config if takes_any else registry.hub_config(model)
@@ -146,6 +152,15 @@ def with_defaults(config: Config) -> Config:
         stages = tuple(replace(stage, rope=stage.rope or rope) for stage in stages)
     flavor = model.flavor or ("" if takes_any or has_hub else registry.DEFAULT_FLAVOR)
     return config.with_keys(model={"flavor": flavor}, curriculum={"stages": stages})
+
+
+def _with_hub_tokenizer(config: Config) -> Tokenizer:
+    """The checkpoint's own tokenizer, if [tokenizer] names no other and asks for none of another size."""
+    settings, start = config.tokenizer, registry.start_folder(config.model)
+    if start is None or settings != Tokenizer(bos=settings.bos):
+        return settings
+    found = [replace(settings, kind=kind, path=str(file)) for kind, file in find_tokenizers(start).items()]
+    return (found or [settings])[0]
 
 
 def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
@@ -220,6 +235,8 @@ def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, d
         UserError: the first problem found.
     """
     config = run.config
+    if trains:
+        check_hub_tokenizer(config)
     args = fit_vocabulary(run, vocabulary_size(config.tokenizer))
     check_kernel(config, args, device)
     if config.training.float8 != "none":
@@ -280,10 +297,61 @@ def check_hub_weights(config: Config, args: Any, *, download: bool = False) -> N
         ConfigError: there are none, they are damaged, or of another model.
     """
     model = config.model
-    if not (model.hub_checkpoint and model.load_weights) or has_checkpoints(config):
+    if not _begins_with_hub_weights(config):
         return
     if registry.is_on_hub(model) and not download:
         registry.check_files_on_hub(model)
     else:
         folder = registry.hub_folder(model, WEIGHT_FILES)
         check_weights(folder, registry.empty_model(model, args), registry.hub_of(model))
+
+
+def _begins_with_hub_weights(config: Config) -> bool:
+    """Whether the run loads model.hub_checkpoint: it does not resume."""
+    return bool(config.model.hub_checkpoint and config.model.load_weights) and not has_checkpoints(config)
+
+
+def check_hub_tokenizer(config: Config) -> None:
+    """Refuse weights of model.hub_checkpoint under a tokenizer whose ids mean other text, unless the run resumes.
+
+    Added and special tokens may differ, as those of a base model and its chat model do. A checkpoint without
+    tokenizer.json and tokenizer.model goes with any tokenizer but one that the corpus is yet to make.
+
+    Args:
+        config: as `with_defaults` returns it.
+
+    Raises:
+        UserError: naming the tokenizer, and the first id that differs.
+    """
+    if not _begins_with_hub_weights(config):
+        return
+    settings, name = config.tokenizer, config.model.hub_checkpoint
+    start = registry.start_folder(config.model)
+    files = find_tokenizers(start) if start else {}
+    if settings.trained:
+        raise ConfigError(
+            f"the embeddings of model.hub_checkpoint = {name!r} are of its own tokenizer, and [tokenizer] asks for one "
+            "that is trained on the corpus",
+            fix=f"leave out tokenizer.vocab_size = {settings.vocab_size}, or set model.load_weights = false"
+            if files
+            else "set tokenizer.kind and tokenizer.path to the tokenizer of the checkpoint, which has none in its "
+            "folder, or set model.load_weights = false",
+        )
+    path = Path(os.path.expanduser(settings.path))
+    if not files or (settings.path and any(_same_file(path, file) for file in files.values())):
+        return
+    kind = settings.kind if settings.kind in files else next(iter(files))
+    theirs = load_tokenizer(Tokenizer(kind=kind, path=str(files[kind])))
+    if others := other_pieces(load_tokenizer(settings), theirs):
+        own = repr(settings.path) if settings.path else settings.kind
+        raise ConfigError(
+            f"the tokenizer {own} is not that of model.hub_checkpoint, {files[kind]}: {len(others)} ids mean other "
+            f"text, the first of them {others[0]}",
+            fix="leave out tokenizer.kind and tokenizer.path to take the checkpoint's, or set model.load_weights = "
+            "false; to go on with its weights all the same, give a copy of its folder without tokenizer files",
+        )
+
+
+def _same_file(path: Path, other: Path) -> bool:
+    """Whether two files have the same content."""
+    return path.is_file() and path.read_bytes() == other.read_bytes()

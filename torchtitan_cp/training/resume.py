@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts, rope_changes
+from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts
+from torchtitan_cp.checkpoint.hub_rope import rope_changes
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, load_config
@@ -17,6 +18,8 @@ from torchtitan_cp.optim.optimizers import OPTIMIZERS
 from torchtitan_cp.runtime.consistency import flatten
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
+from torchtitan_cp.training.resolve import check_hub_tokenizer
+from torchtitan_cp.training.rope_log import log_rope_notes
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +104,8 @@ def resume(
     if saved is None:
         if model.config.model.hub_checkpoint and model.config.model.load_weights:
             _start_from_hub(model, stages)
+        if model.world.rank == 0:
+            log_rope_notes(model.config, stages, model.args)
         return fresh
     path, saved_progress = saved
     check_identity(saved_progress.identity, fresh.identity, path)
@@ -127,16 +132,19 @@ def resume(
         if changed := _changes(progress.text_recipe, stage.text_recipe):
             changes = ", ".join(changed)
             warn(f"{number} reads its text differently from here on, and may skip some or read some twice: {changes}")
+    if model.world.rank == 0:
+        log_rope_notes(model.config, stages, model.args, progress.stage)
     return progress
 
 
 def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
     """Load the weights of model.hub_checkpoint, and log which stages use another rotary embedding than they did."""
     settings = model.config.model
+    check_hub_tokenizer(model.config)
     folder = registry.hub_folder(settings, WEIGHT_FILES)
     load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings))
     logger.info("weights from %s", folder)
-    config = registry.hub_config(settings)
+    config = registry.start_config(settings, model.args)
     for number, stage in enumerate(stages, 1):
         if stage.rope and (changed := rope_changes(config, stage.rope, model.args.rotary_dim)):
             logger.info("stage %d changes the rotary embedding they were trained with: %s", number, ", ".join(changed))

@@ -94,7 +94,7 @@ class Trainer:
         self.model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, first)
         self.step_runner = StepRunner(self.model, self._stop_and_save_requests)
         self.evaluator = Evaluator(
-            self.model, self.data_pipeline, self.stages[0], self._set_activity, self._stop_requested
+            self.model, self.data_pipeline, self.stages, self._set_activity, self._stop_requested
         )
         rates = [(stage.lr, stage.steps) for stage in self.stages]
         self.learning_rates = LearningRates(config.optimizer, config.lr_scheduler, rates)

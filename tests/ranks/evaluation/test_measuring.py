@@ -330,6 +330,87 @@ def test_a_first_length_that_later_ranks_cannot_share_is_left_out_and_told(
     assert "the loss at the first stage's length, which cp x tp = 2 ranks cannot share" in lines[1]["left_out"]
 
 
+MIXED = """
+[[curriculum.stages]]
+seq_len = {first}
+steps = 2
+global_batch_tokens = 512
+data = {{{{mixture = {{{{early = 1.0}}}}}}}}
+
+[[curriculum.stages]]
+seq_len = 128
+global_batch_tokens = 512
+data = {{{{mixture = {{{{late = 1.0}}}}}}}}
+steps = 2
+"""
+
+
+def write_mixed(folder: Path, first: int = 128) -> Path:
+    text = GATED[: GATED.index("[[curriculum.stages]]")].replace("{share}", "1.0") + MIXED.format(first=first)
+    return write_run(folder, text)
+
+
+def unexplained(line: dict[str, Any], *, at_end_of_later_stage: bool) -> list[str]:
+    """What of an evaluation is null without a reason in left_out."""
+    reasons = {
+        "loss": "the loss: ",
+        "stage_loss": "the loss on the stage's own mixture",
+        "context_gain": "context gain",
+        "passkey_accuracy": "passkey",
+    }
+    if at_end_of_later_stage:
+        reasons["short_loss_rise"] = "the loss at the first stage's length"
+    nulls = {name: reason for name, reason in reasons.items() if line[name] is None}
+    nulls |= {name: f"the loss of {name}: " for name, loss in line["by_source"].items() if loss is None}
+    return [name for name, reason in nulls.items() if not any(what.startswith(reason) for what in line["left_out"])]
+
+
+def test_the_loss_is_of_the_same_text_in_every_stage_and_that_of_the_stages_own_mixture_stands_beside_it(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_mixed(tmp_path)
+    lines, short_loss = ranks(2)(evaluated, path, "--evaluation.position_seq_len=0")[0]
+    assert [(line["step"], line["seq_len"]) for line in lines] == [(1, 128), (2, 128), (3, 128), (4, 128)]
+    for line in lines:
+        assert line["loss"] == line["by_source"]["early"], "the first stage's text"
+        assert line["unigram"] == lines[0]["unigram"], "the very same tokens"
+        assert not unexplained(line, at_end_of_later_stage=line["step"] == 4)
+    assert all(line["stage_loss"] == line["loss"] and set(line["by_source"]) == {"early"} for line in lines[:2])
+    assert short_loss == lines[1]["loss"]
+    for line in lines[2:]:
+        assert line["stage_loss"] == line["by_source"]["late"] != line["loss"]
+        in_bins = [loss for loss in line["position_losses"] if loss is not None]
+        assert min(in_bins) < line["stage_loss"] < max(in_bins), "positions are of the stage's own text"
+        assert line["context_gain"] is not None
+    found = ranks(1)(grid, tmp_path / "run", tmp_path / "out")[0]
+    for name in ("loss", "stage_loss", "unigram", "context_gain"):
+        assert found[name] == pytest.approx(lines[3][name], rel=1e-5), f"{name}, by the command"
+
+
+@deep_rows(
+    ("source", "reason"),
+    [(0, "early holds"), (1, "late holds")],
+    default=[(0, "early holds")],
+)
+def test_what_is_null_has_a_reason_where_a_stage_holds_nothing_out_or_is_short(
+    ranks: Callable[[int], RankPool], tmp_path: Path, source: int, reason: str
+) -> None:
+    path = write_mixed(tmp_path, first=32)
+    settings = f"--data.sources[{source}].validation_fraction=0.0", "--evaluation.position_seq_len=0"
+    lines, _ = ranks(1)(evaluated, path, *settings)[0]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert line["loss"] is not None, "of the first stage that holds text out"
+        assert list(line["by_source"]) == ["late" if source == 0 else "early"]
+        assert not unexplained(line, at_end_of_later_stage=line["step"] == 4)
+    without = lines[:2] if source == 0 else lines[2:]
+    for line in without:
+        assert line["stage_loss"] is None
+        assert "the loss on the stage's own mixture, whose sources hold nothing out" in line["left_out"]
+    gap = "context gain: 32 tokens are fewer than 2 x evaluation.context_gain_tokens = 64"
+    assert [gap in line["left_out"] for line in lines] == [True, True, False, False]
+
+
 def measured_and_saved(path: Path, stop_at: int, *overrides: str) -> tuple[list[int], list[int], int]:
     """On a rank, of a run: steps evaluated, steps saved, batches measured after step `stop_at`.
 

@@ -9,15 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.chats import write_tokenizer
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, eager_model
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, prepared, run_to_end, train, write_run
 from torchtitan_cp.checkpoint import hub as hub_module
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.data.batches.loader import read_step
-from torchtitan_cp.training.export import export
+from torchtitan_cp.training import export as export_module
+from torchtitan_cp.training.export import export, written_config
 
 # (family, keys of its config, ranks, overrides)
 ROUND_TRIPS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
@@ -26,14 +29,19 @@ ROUND_TRIPS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "Gemma 3": ("Gemma 3", {}, 2, ["--curriculum.stages[0].rope={theta = 2e6, kind = 'linear', factor = 2.0}"]),
     "gpt-oss, EP 2": ("gpt-oss", {}, 2, ["--parallel.ep=2"]),
     "Mixtral": ("Mixtral", {}, 2, []),
-    "Mixtral, one expert on two ranks": ("Mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}, 2, []),
+    "Mixtral, one expert on two ranks": (
+        "Mixtral",
+        {"num_local_experts": 1, "num_experts_per_tok": 1},
+        2,
+        ["--curriculum.stages[0].rope={kind = 'yarn', factor = 4.0, original_seq_len = 32}"],
+    ),
     "Mixtral, three experts on four ranks": ("Mixtral", {"num_local_experts": 3}, 4, ["--parallel.cp=2"]),
     "Qwen3-MoE, replicated, EP 2": ("Qwen3-MoE", {}, 4, ["--parallel.dp_replicate=2", "--parallel.ep=2"]),
     "Qwen3-MoE, EP 2 on four ranks": ("Qwen3-MoE", {}, 4, ["--parallel.ep=2"]),
     "DeepSeek-V3, EP 2": ("DeepSeek-V3", {}, 2, ["--parallel.ep=2"]),
     "MiniMax-M2": ("MiniMax-M2", {}, 2, []),
     "Phi-3, longrope": ("Phi-3, longrope", {}, 2, []),
-    "OLMo 3": ("OLMo 3", {}, 2, []),
+    "OLMo 3": ("OLMo 3", {}, 2, ["--curriculum.stages[0].rope={kind = 'yarn', factor = 2.0, truncate = false}"]),
     "Apertus 1.5": ("Apertus 1.5", {"vocab_size": 320, "output_vocab_size": 288}, 2, []),
     "Exaone 3": ("Exaone 3", {}, 2, []),
     "Sarvam MoE on four ranks": ("Sarvam MoE", {}, 4, []),
@@ -53,6 +61,15 @@ def write_start(folder: Path, config: dict[str, Any]) -> Path:
     lines = [line for line in TINY.splitlines() if not line.startswith("overrides")]
     ours = f'architecture = "huggingface"\nhub_checkpoint = "{folder}/hub"'
     return write_run(folder, "\n".join(lines).replace('flavor = "debug"', ours))
+
+
+def corpus_tokens(path: Path) -> dict[str, list[int]]:
+    """On a rank: the first document of each source as the run has it."""
+    sources = prepared(path).data_pipeline.corpus.sources
+    return {
+        name: source.train.read(0, 0, int(source.train.document_lengths[0])).tolist()
+        for name, source in sources.items()
+    }
 
 
 class Watched:
@@ -165,11 +182,21 @@ def test_a_model_comes_from_transformers_and_goes_back_there_after_training(
             assert not close(theirs(rank.tokens).logits, rank.logits), "it was trained"
 
 
-def test_fresh_weights_are_exported_with_the_end_of_the_runs_tokenizer(
-    ranks: Callable[[int], RankPool], tmp_path: Path
+def test_fresh_weights_are_exported_with_the_end_of_the_runs_tokenizer_and_read_back_before_they_count(
+    ranks: Callable[[int], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_start(tmp_path, FAMILIES["Llama"])
     ranks(2)(train, path, "--model.load_weights=false", "--curriculum.stages[0].steps=1")
+
+    def other_theta(*given: Any) -> dict[str, Any]:
+        theta = {"rope_type": "default", "rope_theta": 2e4}
+        return written_config(*given) | {"rope_parameters": theta, "rope_scaling": theta}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "written_config", other_theta)
+        with pytest.raises(ConfigError, match=r"step-1 is not exported: .* other rotary frequencies than training"):
+            export(tmp_path / "run", tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
     export(tmp_path / "run", tmp_path / "out")
     written = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("config", "generation_config"))
     assert [values["eos_token_id"] for values in written] == [256, [256]], "of bytes; the config.json has 2"
@@ -188,3 +215,28 @@ def test_persistent_buffers_are_in_checkpoints_that_other_numbers_of_ranks_resum
         assert state.keys() == trained.keys()
         for name, values in state.items():
             assert torch.equal(values, trained[name]), name
+
+
+def test_a_run_trains_and_exports_with_the_tokenizer_of_the_checkpoint(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """And goes on from the resolved config, which names it."""
+    path, hub = write_start(tmp_path, FAMILIES["Llama"] | {"vocab_size": 448}), tmp_path / "hub"
+    path.write_text(path.read_text().replace('[tokenizer]\nkind = "bytes"\n', ""))
+    write_tokenizer(hub, tokenizer_class="PreTrainedTokenizerFast", eos_token="<|end|>", bos_token=None)
+    (hub / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "<|return|>"}')
+    (hub / "added_tokens.json").write_text('{"<|user|>": 420}')
+    ranks(2)(train, path, "--curriculum.stages[0].steps=1")
+    resolved = tmp_path / "run" / "config.toml"
+    assert f'path = "{hub}/tokenizer.json"' in resolved.read_text()
+    corpus = next(iter(ranks(1)(corpus_tokens, resolved)[0].values()))
+    theirs = AutoTokenizer.from_pretrained(hub)
+    assert corpus[-1] == theirs.eos_token_id == theirs.convert_tokens_to_ids("<|return|>")
+    ranks(2)(train, resolved, "--curriculum.stages[0].steps=2")
+    export(tmp_path / "run", tmp_path / "out")
+    exported, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "<s>one<|user|> two<|return|>"
+    assert exported(text)["input_ids"] == theirs(text)["input_ids"]
+    assert 420 in exported(text)["input_ids"]
+    assert exported.special_tokens_map == theirs.special_tokens_map
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert theirs.eos_token_id in generation["eos_token_id"]

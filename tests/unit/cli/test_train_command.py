@@ -184,7 +184,7 @@ def test_a_node_of_several_checks_for_all_ranks_and_starts_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = str(write_run(tmp_path))
-    place = ["--nnodes", "4", "--node-rank", "3", "--rdzv-endpoint", "node0:29500"]
+    place = ["--nnodes", "4", "--rdzv-endpoint", "node0:29500"]
     check, job = started(monkeypatch, [config, "--nproc", "8", *place, "--optimizer.lr=1e-4"])
     assert check[1:] == ["-m", "torchtitan_cp", "check", config, "--ranks", "32", "--optimizer.lr=1e-4"]
     program = [str(command.TRAIN), config, "--optimizer.lr=1e-4"]

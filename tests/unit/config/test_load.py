@@ -1,6 +1,7 @@
 """Reading the TOML: every mistake gets one message with the file, the key, and the way out."""
 
 import dataclasses
+import os
 import re
 import runpy
 import typing
@@ -272,3 +273,28 @@ def test_a_home_folder_is_expanded_and_a_byte_order_mark_is_not_read(tmp_path: P
 def test_a_word_that_toml_takes_for_a_number_is_a_word_where_one_is_wanted(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("")
     assert load_config(tmp_path / "run.toml", ["--data.text_field=nan"]).data.text_field == "nan"
+
+
+@pytest.mark.parametrize(
+    "key", ["job.dump_folder", "data.path", "data.sources[0].path", "tokenizer.path", "model.hub_checkpoint"]
+)
+def test_a_path_with_a_byte_that_is_not_utf8_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    text = "[[data.sources]]\nname = 'a'\npath = 'corpus'" if "sources" in key else ""
+    for path in (os.fsdecode(b"runs/b\xffd"), os.fsdecode(b'"runs/b\xffd"')):
+        message = message_of(tmp_path, text, f"--{key}={path}")
+        assert message.startswith(f"--{key} holds bytes that are not UTF-8: ")
+        assert r"runs/b\udcffd" in message
+        assert "fix: rename the file or folder" in message
+
+
+def test_a_home_with_a_byte_that_is_not_utf8_holds_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", os.fsdecode(b"/home/b\xffd"))
+    message = message_of(tmp_path, "[job]\ndump_folder = '~/run'")
+    assert message.startswith(r"job.dump_folder holds bytes that are not UTF-8: '/home/b\udcffd/run'")
+
+
+def test_a_config_may_lie_below_a_folder_of_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"b\xffd")
+    folder.mkdir()
+    assert load_config(write(folder, "[training]\nseed = 3")).training.seed == 3
+    assert "unknown key training.sed" in message_of(folder, "[training]\nsed = 3")

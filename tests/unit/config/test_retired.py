@@ -36,6 +36,9 @@ separator = -1
 prefetch_batches = 2
 group_depth = 0
 
+[checkpoint]
+keep_every_steps = 0
+
 [evaluation.passkey]
 keys = 4
 """

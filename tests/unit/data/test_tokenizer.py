@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 import tracemalloc
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,19 @@ from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus import tokenization
+from torchtitan_cp.data.corpus.added_tokens import AddedToken
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.tokenization import tokenize
 from torchtitan_cp.data.corpus.tokenizer import (
-    LINE_CHARACTERS,
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
     load_tokenizer,
-    sample_lines,
-    train_sentencepiece,
     vocabulary_size,
 )
-from torchtitan_cp.data.errors import DataError
+from torchtitan_cp.data.corpus.tokenizer_training import train_sentencepiece
 
 SAMPLE = [Path(sentencepiece.__file__).read_text(), Path(__file__).read_text()]
 ODD_TEXTS = [
@@ -142,9 +139,10 @@ def test_a_conversation_has_the_tokens_that_transformers_reads_from_the_same_sen
     ]
     for text, (ids, starts) in zip(texts, ours.encode_chat_batch(texts), strict=True):
         assert ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
-        assert [text[start:].startswith("[INST]") for start in starts] == (ids == ours._special["[INST]"]).tolist()
+        instruction = ours.added[AddedToken("[INST]", special=True)]
+        assert [text[start:].startswith("[INST]") for start in starts] == (ids == instruction).tolist()
     [plain] = ours.encode_batch([texts[0]])
-    assert not set(plain.tolist()) & {token for [token] in ours._special.values()}
+    assert not set(plain.tolist()) & set(ours.added.values())
 
 
 def test_a_batch_gives_what_each_text_alone_gives(tokenizer: Tokenizer) -> None:
@@ -158,67 +156,6 @@ def test_fingerprints_tell_tokenizers_apart(model: Path, json_file: Path, tmp_pa
     train_sentencepiece(iter(SAMPLE), 500, other)
     settings = [("sentencepiece", model), ("sentencepiece", other), ("huggingface", json_file), ("bytes", "")]
     assert len({load_tokenizer(TokenizerConfig(kind, str(path))).fingerprint for kind, path in settings}) == 4
-
-
-def test_training_twice_gives_the_same_bytes(model: Path, tmp_path: Path) -> None:
-    train_sentencepiece(iter(SAMPLE), 600, tmp_path / "again.model")
-    assert (tmp_path / "again.model").read_bytes() == model.read_bytes()
-    assert [path.name for path in tmp_path.iterdir()] == ["again.model"]
-
-
-def test_training_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train_sentencepiece(iter(SAMPLE), 500, tmp_path / "quiet.model")
-    assert capfd.readouterr() == ("", "")
-
-
-def test_training_learns_indentation_and_from_lines_of_any_length(tmp_path: Path) -> None:
-    train_sentencepiece([*SAMPLE, "wordy" * 100_000], 600, tmp_path / "m")
-    tokenizer = load_tokenizer(TokenizerConfig(path=str(tmp_path / "m")))
-    indented, word = tokenizer.encode_batch(["\n        return", "wordy" * 8])
-    assert len(indented) <= 3
-    assert len(word) < 16
-
-
-def test_lines_are_thinned_evenly_to_the_limit() -> None:
-    def numbered() -> Iterator[str]:
-        yield from (f"{index:09d}\n\n  \n" for index in range(1000))
-
-    assert len(sample_lines(numbered(), 9000)) == 1000
-    kept = [int(line) for line in sample_lines(numbered(), 2000)]
-    assert kept == list(range(0, 1000, 8))
-    assert [len(line) for line in sample_lines(["x" * (LINE_CHARACTERS + 5)], 10**6)] == [LINE_CHARACTERS, 5]
-
-
-@pytest.mark.parametrize(
-    ("text", "vocab_size", "wanted", "fix"),
-    [
-        ("hello world", 4096, "the corpus is too small for a tokenizer of", "fix: give more text, or set"),
-        (
-            " ".join(f"word{number}" for number in range(400)),
-            4096,
-            "the corpus is too small for a tokenizer of",
-            "fix: set tokenizer.vocab_size to at most ",
-        ),
-        (
-            "".join(map(chr, range(0x4E00, 0x4F00))),
-            300,
-            "is less than the number of characters",
-            "fix: set tokenizer.vocab_size to ",
-        ),
-        (" \n\t\n", 300, "the corpus holds only whitespace", "fix: check data.path"),
-    ],
-)
-def test_training_that_cannot_be_says_what_could(
-    tmp_path: Path, text: str, vocab_size: int, wanted: str, fix: str
-) -> None:
-    with pytest.raises(DataError) as caught:
-        train_sentencepiece([text], vocab_size, tmp_path / "m")
-    assert wanted in str(caught.value)
-    assert fix in str(caught.value)
-    assert not list(tmp_path.iterdir())
-    advised = re.search(r"vocab_size to (?:at most )?(\d+)", str(caught.value))
-    if advised:
-        train_sentencepiece([text], int(advised[1]), tmp_path / "m")
 
 
 def test_the_size_of_a_tokenizer_is_known_before_the_corpus_is_read(
@@ -261,14 +198,15 @@ def test_a_sentencepiece_model_without_an_end_token_is_refused(tmp_path: Path) -
     (tmp_path / "m").write_bytes(model.getvalue())
     message = refuse(path=str(tmp_path / "m"))
     assert "has no end-of-text token" in message
-    assert "fix: train it with eos_id >= 0" in message
+    assert "fix: name one as eos_token in a tokenizer_config.json beside it, train it with eos_id >= 0" in message
 
 
 def test_a_tokenizer_json_without_an_end_token_is_refused(tmp_path: Path) -> None:
     byte_level(["<pad>"]).save(str(tmp_path / "t.json"))
     message = refuse(kind="huggingface", path=str(tmp_path / "t.json"))
+    assert "no file beside it names an eos_token" in message
     assert "none of </s>, <eos>, <|endoftext|>, <|end_of_text|>, " in message
-    assert "fix: add one of them" in message
+    assert "fix: name it as eos_token in a tokenizer_config.json beside it" in message
 
 
 @pytest.mark.parametrize("end", ["<eos>", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"])
@@ -317,7 +255,7 @@ def test_a_document_begins_with_what_transformers_puts_before_a_text(tmp_path: P
     for values, ids in (
         ({"add_bos_token": True, "bos_token": {"content": "</s>"}}, [SentencePieceTokenizer(piece).eos_id]),
         ({"add_bos_token": False, "bos_token": "</s>"}, []),
-        ({"add_bos_token": True, "bos_token": "<none>"}, []),
+        ({"add_bos_token": True, "bos_token": "<new>"}, [SentencePieceTokenizer(piece).vocab_size]),
         ({"add_bos_token": True}, []),
     ):
         config.write_text(json.dumps(values))

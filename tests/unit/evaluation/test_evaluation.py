@@ -68,3 +68,13 @@ def test_held_out_text_that_was_read_again_has_a_line_of_its_own() -> None:
 
 def test_a_unigram_model_of_no_labels_has_no_loss() -> None:
     assert math.isnan(unigram_loss(np.array([7, 1, 0]), np.zeros(3, dtype=np.int64)))
+
+
+def test_the_loss_on_a_stages_own_mixture_is_said_and_plotted_beside_the_loss_where_they_differ() -> None:
+    one = EvaluationResult(2.0, 3.0, {"a": 2.0}, [0], [2.0], stage_loss=2.0)
+    assert "own mixture" not in next(one.lines(7, 128))
+    assert "stage_loss" not in one.scalars(128), "one source, one number"
+    two = EvaluationResult(2.0, 3.0, {"a": 2.0, "b": 4.0}, [0], [2.0], stage_loss=3.5)
+    assert next(two.lines(7, 128)).endswith("(a unigram model: 3.0000); 3.5000 on the stage's own mixture")
+    assert (two.scalars(128)["loss"], two.scalars(128)["stage_loss"]) == (2.0, 3.5)
+    assert two.to_json()["stage_loss"] == 3.5

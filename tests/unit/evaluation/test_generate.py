@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from models.huggingface import ARCHITECTURE
 from models.huggingface.args import args_from_config
@@ -98,6 +100,22 @@ def test_sampled_tokens_follow_the_seed_and_the_temperature() -> None:
     assert sample(5.0, 1) != sample(5.0, 2)
     for nearly_greedy in (1e-6, 1e-40, 1e-300):
         assert sample(nearly_greedy, 1) == list(generate(model, PROMPT, 12))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
+def test_an_embedding_that_is_no_token_is_never_drawn(temperature: float) -> None:
+    """Of a padded vocabulary, whose last logits are the largest."""
+    model, hooked = model_of(SHAPES["plain"]), []
+
+    def prefer_padding(module: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+        hooked.append(logits.shape[-1])
+        return logits + torch.arange(logits.shape[-1]).ge(20) * 100.0
+
+    model.output.register_forward_hook(prefer_padding)
+    drawn = list(generate(model, PROMPT, 30, temperature, torch.Generator().manual_seed(0), vocab_size=20))
+    assert len(drawn) == 30
+    assert max(drawn) < 20 < hooked[0]
+    assert max(generate(model, PROMPT, 1, temperature, torch.Generator())) >= 20
 
 
 def test_a_drawn_token_has_the_probability_of_the_softmax() -> None:

@@ -17,8 +17,8 @@ from torchtitan_cp.data.corpus.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
-    train_sentencepiece,
 )
+from torchtitan_cp.data.corpus.tokenizer_training import train_sentencepiece
 from torchtitan_cp.evaluation.prompts import VARIANTS, Frame, Prompt, PromptWriter
 
 PASSKEY = Passkey(

@@ -21,17 +21,12 @@ from models.llama import Llama, LlamaArgs
 from models.llama.hub import HUB
 from tests.support.hub_models import SHAPES, save_model, write_start
 from tests.support.runs import TINY, write_run
-from torchtitan_cp.checkpoint.hub import (
-    INDEX_FILE,
-    hub_rope,
-    load_parts,
-    rope_parameters,
-    save_hub_weights,
-)
+from torchtitan_cp.checkpoint.hub import INDEX_FILE, load_parts, save_hub_weights
+from torchtitan_cp.checkpoint.hub_rope import hub_rope, rope_parameters
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.cli.check import preflight
 from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
-from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.config.sections import Model, Rope, Tokenizer
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.training.registry import model_args_of, register
 from torchtitan_cp.training.resolve import check_hub_weights, resolve_run
@@ -400,19 +395,22 @@ def test_every_stage_that_changes_the_rotary_embedding_is_said(
     model = Llama(LlamaArgs(48, 4, 4, 2, 12, 96, 288, norm_eps=1e-6), lambda *_: torch.zeros(()))
     ropes = None, own, dataclasses.replace(own, theta=1e4), dataclasses.replace(own, truncate=False)
     trained: Any = SimpleNamespace(
-        config=Config(model=Model(hub_checkpoint=str(tmp_path))),
+        config=Config(model=Model(hub_checkpoint=str(tmp_path)), tokenizer=Tokenizer("bytes")),
         parts=[model],
         parameter_names=[name for name, _ in model.named_parameters()],
-        args=SimpleNamespace(rotary_dim=12),
+        args=SimpleNamespace(rotary_dim=12, layer_windows=(0,)),
+        world=SimpleNamespace(rank=0),
     )
-    stages: Any = [SimpleNamespace(rope=rope) for rope in ropes]
+    stages: Any = [SimpleNamespace(rope=rope, index=index, seq_len=128) for index, rope in enumerate(ropes)]
     register(ARCHITECTURES)
-    with caplog.at_level(logging.INFO, "torchtitan_cp.training.resume"):
+    with caplog.at_level(logging.INFO, "torchtitan_cp.training"):
         assert resume(None, fresh := Progress(), stages, trained, None) is fresh  # type: ignore[arg-type]
     says = "changes the rotary embedding they were trained with:"
     assert [record.getMessage() for record in caplog.records[1:]] == [
         f"stage 3 {says} rope_theta 1000000.0 -> 10000.0",
         f"stage 4 {says} truncate True -> False",
+        "stage 3 changes the RoPE of stage 2: theta 1e+06 -> 10000",
+        "stage 4 changes the RoPE of stage 3: theta 10000 -> 1e+06, truncate True -> False",
     ]
 
 

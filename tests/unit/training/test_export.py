@@ -1,6 +1,7 @@
 """The tokenizer of an export, with transformers' AutoTokenizer as the judge."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from transformers import AutoTokenizer
 
 from tests.support.chats import FORMS, plain, write_llama_model, write_templates, write_tokenizer
 from tests.support.disks import failing_lists
-from torchtitan_cp.config.sections import Config, Data
+from torchtitan_cp.config.sections import Config, Data, Model
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
-from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, train_sentencepiece
+from torchtitan_cp.data.corpus.tokenizer import load_tokenizer
+from torchtitan_cp.data.corpus.tokenizer_training import train_sentencepiece
 from torchtitan_cp.training.export import start_exports
 from torchtitan_cp.training.export import write_tokenizer as export_tokenizer
 
@@ -130,3 +132,69 @@ def test_an_export_that_cannot_look_for_checkpoints_says_so(tmp_path: Path, capl
     with failing_lists(lambda folder: folder.endswith("checkpoints")):
         start_exports(tmp_path, "float32", load_tokenizer(TokenizerConfig(kind="bytes")))(True)
     assert f"NO EXPORT: [Errno 13] Permission denied: '{tmp_path}/checkpoints'" in caplog.text
+
+
+@pytest.mark.parametrize("conversations", [True, False])
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("kind", ["tokenizer.json", "BPE as Llama 2's", "our own"])
+def test_special_and_added_tokens_are_exported_as_training_read_them(
+    kind: str, place: str, conversations: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, folder = settings_for(kind, tmp_path / "its"), tmp_path / "its"
+    size = load_tokenizer(settings).vocab_size
+    if place == "tokenizer_config.json":
+        listed = {size: "<|user|>", size + 1: "<|end|>"}
+        flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+        tokens = {str(index): {"content": text, "special": True, **flags} for index, text in listed.items()}
+        values: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+        (folder / place).write_text(json.dumps({**values, "added_tokens_decoder": tokens}))
+    else:
+        names = {"eos_token": "<|end|>", "bos_token": {"content": "<|user|>", "rstrip": False}}
+        (folder / "special_tokens_map.json").write_text(json.dumps(names))
+        if place == "added_tokens.json":
+            (folder / place).write_text(json.dumps({"<|user|>": size, "<|end|>": size + 1, "<|tool|>": size + 2}))
+    tokenizer, out = load_tokenizer(settings), tmp_path / "out"
+    out.mkdir()
+    data = Data(source="python-docstrings" if conversations else "text", path="" if conversations else str(folder))
+    export_tokenizer(Config(tokenizer=settings, data=data), tokenizer, None, 128, out)
+    theirs = AutoTokenizer.from_pretrained(out)
+    # After conversations with such a model, only text that begins with a space is read otherwise.
+    spaces = conversations and kind == "BPE as Llama 2's"
+    assert ["e.g. '  two" in record.getMessage() for record in caplog.records] == [True] * spaces
+    assert (theirs.eos_token, theirs.eos_token_id, len(theirs)) == ("<|end|>", tokenizer.eos_id, tokenizer.vocab_size)
+    assert theirs.bos_token == (None if place == "tokenizer_config.json" else "<|user|>")
+    assert theirs.get_added_vocab() == {token.content: index for token, index in tokenizer.added.items()}
+    text = "a<|user|>What? <|user|><|end|>" if conversations or kind == "tokenizer.json" else "<|user|><|end|>"
+    [(ids, _)] = tokenizer.encode_chat_batch([text])
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ids.tolist()
+    assert {theirs.convert_tokens_to_ids("<|user|>"), tokenizer.eos_id} <= {*ids.tolist()}
+
+
+def test_an_added_token_that_transformers_reads_otherwise_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The legacy LlamaTokenizer puts a space after every special token, which plain text does not show."""
+    (tmp_path / "its").mkdir()
+    path = write_llama_model(tmp_path / "its" / "tokenizer.model", control_symbols=["[INST]"])
+    for legacy in (False, True):
+        values = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy}
+        (tmp_path / "its" / "tokenizer_config.json").write_text(json.dumps(values))
+        settings = TokenizerConfig(kind="sentencepiece", path=str(path))
+        (out := tmp_path / str(legacy)).mkdir()
+        config = Config(tokenizer=settings, data=Data(source="python-docstrings"))
+        export_tokenizer(config, load_tokenizer(settings), None, 64, out)
+        assert ("e.g. 'a<s>b <s> c': it is read as LlamaTokenizer" in caplog.text) == legacy
+
+
+def test_the_end_token_of_training_is_exported_where_the_checkpoint_names_another(tmp_path: Path) -> None:
+    """The tokenizer was copied without its files, so training guessed."""
+    path = write_tokenizer(tmp_path / "hub", eos_token="<|im_end|>")
+    (tmp_path / "hub" / "special_tokens_map.json").write_text('{"eos_token": "<|eot_id|>", "bos_token": "<s>"}')
+    (tmp_path / "hub" / "config.json").write_text("{}")
+    copied = Path(shutil.copy(path, tmp_path / "copied.json"))
+    settings = TokenizerConfig(kind="huggingface", path=str(copied))
+    (out := tmp_path / "out").mkdir()
+    config = Config(tokenizer=settings, model=Model(hub_checkpoint=str(tmp_path / "hub")))
+    export_tokenizer(config, load_tokenizer(settings), None, 64, out)
+    theirs = AutoTokenizer.from_pretrained(out)
+    assert (theirs.eos_token, theirs.bos_token) == ("</s>", "<s>")

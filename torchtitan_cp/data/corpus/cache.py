@@ -31,7 +31,8 @@ from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
 from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_json, write_json
 from torchtitan_cp.data.corpus.tokenization import SPLITS, STATISTICS_FILE, UNIGRAM_FILE, Tokenization, read_journal
-from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_cp.data.corpus.tokenizer_training import train_sentencepiece
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
 from torchtitan_cp.data.corpus.store import read_json
-from torchtitan_cp.data.corpus.tokenizer import END_NAME, load_tokenizer
+from torchtitan_cp.data.corpus.tokenizer import template_variables
 from torchtitan_cp.data.corpus.unwritten import check_is_written
 from torchtitan_cp.data.errors import DataError
 
@@ -287,7 +287,7 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Path | None) -> ChatTemplate | None:
     """The chat templates of a source: `chat_template`, else of the tokenizer's files, else of the checkpoint's.
 
-    Its variables are the special tokens of tokenizer_config.json; without that file only eos_token is set.
+    Its variables are the special tokens that `template_variables` names.
 
     Args:
         start: folder of the checkpoint that training begins from, if there is one.
@@ -318,14 +318,7 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
             fix=f"set {source.where}.chat_template to a file with a Jinja template, or put {TEMPLATE_FILE} or "
             f"{CONFIG_FILE} beside the tokenizer",
         )
-    variables = {}
-    for name, token in next(filter(None, configs), {}).items():
-        token = token.get("content") if isinstance(token, dict) else token
-        if "_token" in name and isinstance(token, str):
-            variables[name] = token
-    if not variables.get("eos_token"):
-        variables["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAME
-    template = ChatTemplate(named.pop(DEFAULT, ""), variables, named)
+    template = ChatTemplate(named.pop(DEFAULT, ""), template_variables(tokenizer, start), named)
     for tools in (None, SAMPLE_TOOLS):
         try:
             template.render([{"role": "user", "content": "?"}], tools)

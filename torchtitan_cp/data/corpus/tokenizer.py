@@ -1,13 +1,10 @@
-"""Text to tokens and back, by SentencePiece, by bytes or by a Hugging Face tokenizer.json.
-
-For a run without a tokenizer, one is trained on the corpus: byte-pair encoding by SentencePiece.
-"""
+"""Text to tokens and back, by SentencePiece, by bytes or by a Hugging Face tokenizer.json."""
 
 import hashlib
-import io
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -17,29 +14,35 @@ import numpy as np
 import sentencepiece
 
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import MIN_PIECES
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus.store import read_json, replace_file
+from torchtitan_cp.data.corpus.added_tokens import AddedToken, encode_around_tokens
+from torchtitan_cp.data.corpus.tokenizer_files import (
+    CONFIG_FILE,
+    JSON_FILE,
+    MODEL_FILE,
+    SPECIAL_FILES,
+    TokenizerFiles,
+    read_own_added,
+    read_tokenizer_files,
+)
 from torchtitan_cp.data.errors import DataError
 
-END_NAME = "</s>"  # unless a file names another
+END_NAME = "</s>"  # of bytes, and of a tokenizer trained on the corpus
 DEEPSEEK_END_NAME = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 TURN_END_NAMES = ("<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>")
-# The first of these that a tokenizer has ends a document. Source: the tokenizer.json of released checkpoints.
+# Where no file names the token that ends a document, it is the first of these that is a special token of the tokenizer.
+# Source: the tokenizer.json of released checkpoints.
 END_NAMES = (END_NAME, "<eos>", "<|endoftext|>", "<|end_of_text|>", DEEPSEEK_END_NAME, "<EOS_TOKEN>", *TURN_END_NAMES)
 SPACE_MARK = "\u2581"
 NO_PREFIX = b"\x1a\x02\x18\x00"  # after a SentencePiece model: normalizer_spec { add_dummy_prefix: false }, in protobuf
-SAMPLE_CHARACTERS = 32 << 20
-LINE_CHARACTERS = 1000  # at 4 bytes each below SentencePiece's max_sentence_length; it drops longer lines
 # Files that transformers writes with a tokenizer.
-COMPANIONS = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
-)
+COMPANIONS = (*SPECIAL_FILES, "chat_template.jinja", JSON_FILE, MODEL_FILE, "vocab.json", "merges.txt")
 
 
 class SentencePieceTokenizer:
     """A SentencePiece model file. Its threads are C++ threads that run without Python's lock.
+
+    Special and added tokens are those of the model and of the files beside it.
 
     Args:
         path: the model.
@@ -50,6 +53,8 @@ class SentencePieceTokenizer:
         bos_ids: ids that begin a document. `encode_batch` never returns them.
         eos_id: the token that ends a document. `encode_batch` never returns it.
         eos_token: how a chat template writes that token.
+        special_tokens: texts of special tokens by name, as chat templates read them: eos_token and others.
+        added: ids of the added tokens.
         fingerprint: different for every tokenizer.
         path: its file; None if it has none.
         spaces: "   a" as the model normalizes it.
@@ -63,32 +68,73 @@ class SentencePieceTokenizer:
         self.path: Path | None = path
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            self.vocab_size: int = self._processor.vocab_size()
+            self._pieces: int = self._processor.vocab_size()
         except (RuntimeError, OSError) as error:
             raise _not_a_model(path, "a SentencePiece model", error) from error
-        if not self.vocab_size:
+        if not self._pieces:
             raise _not_a_model(path, "a SentencePiece model", "it is empty")
-        self.eos_id: int = self._processor.eos_id()
-        if self.eos_id < 0:
+        files, names = read_tokenizer_files(path.parent), self._own_names()
+        own = {name: text for name, text in names.items() if name not in files.named or name == "eos_token"}
+        self.special_tokens = own | files.names
+        if "eos_token" not in self.special_tokens:
             raise DataError(
                 f"the SentencePiece model {path} has no end-of-text token, which ends each document",
-                fix="train it with eos_id >= 0, or leave tokenizer.path out to train one on the corpus",
+                fix=f"name one as eos_token in a {CONFIG_FILE} beside it, train it with eos_id >= 0, or leave "
+                "tokenizer.path out to train one on the corpus",
             )
-        self.eos_token: str = self._processor.id_to_piece(self.eos_id)
+        self.added = self._number_added(files)
+        ids = {token.content: index for token, index in self.added.items()}
+        self.vocab_size: int = max(self._pieces, *(index + 1 for index in ids.values()))
+        self.eos_token: str = self.special_tokens["eos_token"]
+        self.eos_id: int = ids[self.eos_token]
+        begins = bos and files.settings.get("add_bos_token") is True and "bos_token" in self.special_tokens
+        self.bos_ids = [ids[self.special_tokens["bos_token"]]] if begins else []
+        own_ids = {AddedToken(text, special=True): self._piece_id(text) for text in (*self._control(), *names.values())}
+        changed = [f"{token} {index}" for token, index in self.added.items() if own_ids.get(token) != index]
+        changed += [self.eos_token] * (self.eos_token != names.get("eos_token"))
+        self.fingerprint = _fingerprint(model + "".join(sorted(changed)).encode(), self.bos_ids)
         self.spaces: str = self._processor.normalize("   a")
-        self.bos_ids = self._find_bos(read_json(path.parent / "tokenizer_config.json") or {}) if bos else []
-        self.fingerprint = _fingerprint(model, self.bos_ids)
         self._threads = usable_cores()
-        self._marks = self._find_marks()
+        self._chat_literals = {token: [index] for token, index in self.added.items()} | self._find_marks()
+        self._literals = {token: None if token.special else row for token, row in self._chat_literals.items()}
+        read = [token.pattern for token, row in self._literals.items() if row]
+        self._has_literal = re.compile("|".join(read)).search if read else lambda text: None
+        # What ids decode to that SentencePiece does not know, or knows by another text.
+        texts = {index: "" if token.special else token.content for token, index in self.added.items()}
+        self._texts = {index: text for index, text in texts.items() if text or not self._is_control(index)}
 
-    def _find_bos(self, settings: Mapping[str, Any]) -> list[int]:
-        """What transformers' LlamaTokenizer puts before a text, as its tokenizer_config.json says."""
-        name = settings.get("bos_token") or "<s>"
-        name = name.get("content", "") if isinstance(name, dict) else name
-        token = self._processor.piece_to_id(name) if settings.get("add_bos_token") is True else -1
-        return [token] if token >= 0 and self._processor.id_to_piece(token) == name else []
+    def _own_names(self) -> dict[str, str]:
+        """The model's own bos_token, eos_token and unk_token, those that it has."""
+        ids = {f"{name}_token": getattr(self._processor, f"{name}_id")() for name in ("bos", "eos", "unk")}
+        return {name: self._processor.id_to_piece(index) for name, index in ids.items() if index >= 0}
 
-    def _find_marks(self) -> dict[str, list[int]]:
+    def _control(self) -> list[str]:
+        """The model's control pieces."""
+        return [self._processor.id_to_piece(index) for index in range(self._pieces) if self._is_control(index)]
+
+    def _is_control(self, index: int) -> bool:
+        return index < self._pieces and bool(self._processor.is_control(index))
+
+    def _number_added(self, files: TokenizerFiles) -> dict[AddedToken, int]:
+        """The added tokens with their ids: a piece's, or that of a piece which a file renames, or a new one."""
+        assert self.path
+        control = [AddedToken(text, special=True) for text in self._control()]
+        beside = read_own_added(self.path.parent)
+        given = {token.content: index for index, token in files.listed.items() if index < self._pieces}
+        given |= {token.content: index for index, token in beside.items()}
+        numbered, size = dict[str, tuple[AddedToken, int]](), self._pieces
+        for token in (*control, *beside.values(), *files.added(beside, self.special_tokens, control)):
+            index = numbered[token.content][1] if token.content in numbered else self._piece_id(token.content)
+            index = given.get(token.content, size) if index < 0 else index
+            numbered[token.content], size = (token, index), max(size, index + 1)
+        return dict(numbered.values())
+
+    def _piece_id(self, text: str) -> int:
+        """The id of the piece with this text; -1 without one."""
+        index: int = self._processor.piece_to_id(text)
+        return index if self._processor.id_to_piece(index) == text else -1
+
+    def _find_marks(self) -> dict[AddedToken, list[int]]:
         """U+2581 and the byte tokens that spell it; empty if the model is not lossless anyway.
 
         SentencePiece writes a space as U+2581, and would decode a U+2581 that a text contains as a space.
@@ -96,13 +142,7 @@ class SentencePieceTokenizer:
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         adds_prefix = self._processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
         has_bytes = all(self._processor.is_byte(token) for token in ids)
-        return {SPACE_MARK: ids} if has_bytes and not adds_prefix else {}
-
-    @cached_property
-    def _special(self) -> dict[str, list[int]]:
-        """The control pieces and the end-of-text token, which need not be one, each with its id."""
-        control = filter(self._processor.is_control, range(self.vocab_size))
-        return {self._processor.id_to_piece(token): [token] for token in (self.eos_id, *control)}
+        return {AddedToken(SPACE_MARK, normalized=True): ids} if has_bytes and not adds_prefix else {}
 
     @cached_property
     def _without_prefix(self) -> Any:
@@ -113,20 +153,20 @@ class SentencePieceTokenizer:
         """Token ids of each text, `[tokens]` int32, without special tokens, on all usable cores."""
         rows = self._processor.encode(list(texts), num_threads=self._threads)
         for index, text in enumerate(texts):
-            if self._marks and SPACE_MARK in text:
-                [(rows[index], _)] = _encode_parts([text], self._marks, self._encode_with_starts)
+            if self._has_literal(text):
+                [(rows[index], _)] = encode_around_tokens([text], self._literals, self._encode_with_starts)
         return [np.asarray(row, dtype=np.int32) for row in rows]
 
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokens of conversations as a chat template writes them: special tokens are read from the text.
 
-        For `sentencepiece` these are the control pieces, for `bytes` it is eos_token. No token is added, and
-        `sentencepiece` adds no space after a special token. Runs on all usable cores.
+        For `sentencepiece` these are the control pieces and added tokens, for `bytes` it is eos_token. No token is
+        put before or after the text, and `sentencepiece` adds no space after a special token. Runs on all usable cores.
 
         Returns:
             for each text its token ids, `[n]` int32, and the character at which each begins, `[n]` int64.
         """
-        return _encode_parts(texts, {**self._special, **self._marks}, self._encode_with_starts)
+        return encode_around_tokens(texts, self._chat_literals, self._encode_with_starts)
 
     def _encode_with_starts(self, parts: list[str], behind: bool) -> list[tuple[Any, Any]]:
         processor = self._without_prefix if behind else self._processor
@@ -135,7 +175,24 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, without special tokens."""
-        return self._processor.decode([int(token) for token in ids])
+        runs, texts = [list[int]()], [""]
+        for token in map(int, ids):
+            text = self._texts.get(token)
+            if text is None:
+                runs[-1].append(token)
+            elif text:
+                runs.append([])
+                texts.append(text)
+        processors = [self._processor] + [self._without_prefix] * (len(runs) - 1)
+        return "".join(
+            text + (processor.decode(run) if run else "")
+            for processor, text, run in zip(processors, texts, runs, strict=True)
+        )
+
+    def vocabulary(self) -> dict[int, str]:
+        """The pieces by id, without special and added tokens."""
+        added = set(self.added.values())
+        return {index: self._processor.id_to_piece(index) for index in range(self._pieces) if index not in added}
 
 
 class ByteTokenizer:
@@ -144,6 +201,8 @@ class ByteTokenizer:
     path: Path | None = None
     vocab_size, eos_id, eos_token, fingerprint = 257, 256, END_NAME, "bytes"
     bos_ids: Sequence[int] = ()
+    special_tokens: Mapping[str, str] = {"eos_token": END_NAME}
+    added: Mapping[AddedToken, int] = {AddedToken(END_NAME, special=True): 256}
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See SentencePieceTokenizer."""
@@ -156,11 +215,15 @@ class ByteTokenizer:
             # A byte 10xxxxxx continues a character.
             return [(ids, np.cumsum(ids & 0xC0 != 0x80) - 1) for ids in self.encode_batch(parts)]
 
-        return _encode_parts(texts, {self.eos_token: [self.eos_id]}, encode)
+        return encode_around_tokens(texts, {token: [index] for token, index in self.added.items()}, encode)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See SentencePieceTokenizer. Bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(token) for token in ids if token < 256).decode("utf-8", errors="replace")
+
+    def vocabulary(self) -> dict[int, str]:
+        """See SentencePieceTokenizer."""
+        return {byte: f"<0x{byte:02X}>" for byte in range(256)}
 
 
 class HuggingFaceTokenizer:
@@ -186,22 +249,34 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "</s>" written in a document does not end it
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values()) + 1
-        # Special ones first: a vocabulary may hold the text "</s>" too, as Gemma's does for HTML.
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        special = {token.content for token in added if token.special}
-        found = sorted((name for name in END_NAMES if name in ids), key=lambda name: name not in special)
-        if not found:
+        files, own = read_tokenizer_files(path.parent), self._read_added()
+        tokens = files.added(own, {})
+        self._tokenizer.add_tokens([library.AddedToken(**asdict(token)) for token in tokens])
+        by_id = self._read_added()
+        self.added = {token: index for index, token in by_id.items()}
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        special = {token.content for token in self.added if token.special}
+        guess = next((name for name in END_NAMES if name in special), None)
+        eos_token = files.names.get("eos_token", guess)
+        if eos_token is None:
             raise DataError(
-                f"the tokenizer {path} has no end-of-text token: none of {', '.join(END_NAMES)}",
-                fix="add one of them to its vocabulary",
+                f"the tokenizer {path} has no end-of-text token: no file beside it names an eos_token, and its special "
+                f"tokens have none of {', '.join(END_NAMES)}",
+                fix=f"name it as eos_token in a {CONFIG_FILE} beside it",
             )
-        self.eos_id, self.eos_token = ids[found[0]], found[0]
+        self.eos_id, self.eos_token = self._tokenizer.token_to_id(eos_token), eos_token
+        self.special_tokens = {"eos_token": eos_token, **files.names}
         whole, text = (self._tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
         before: list[int] = next((whole[:at] for at in range(len(whole)) if whole[at : at + len(text)] == text), [])
         self.bos_ids = before if bos else []
-        self.fingerprint = _fingerprint(content + self.eos_token.encode(), self.bos_ids)
+        changed = repr(sorted(by_id.items())) if by_id != own else ""
+        self.fingerprint = _fingerprint(content + (eos_token + changed).encode(), self.bos_ids)
+
+    def _read_added(self) -> dict[int, AddedToken]:
+        """The added tokens by id."""
+        flags = [field.name for field in fields(AddedToken)]
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {index: AddedToken(**{flag: getattr(token, flag) for flag in flags}) for index, token in added.items()}
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See SentencePieceTokenizer."""
@@ -224,35 +299,15 @@ class HuggingFaceTokenizer:
         """See SentencePieceTokenizer."""
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
 
+    def vocabulary(self) -> dict[int, str]:
+        """See SentencePieceTokenizer."""
+        added = set(self.added.values())
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        return {index: piece for piece, index in vocabulary.items() if index not in added}
+
 
 def _fingerprint(content: bytes, bos_ids: list[int]) -> str:
     return hashlib.sha256(content + f"bos {bos_ids}".encode() * bool(bos_ids)).hexdigest()
-
-
-def _encode_parts(
-    texts: Sequence[str], special: Mapping[str, list[int]], encode: Callable[[list[str], bool], list[tuple[Any, Any]]]
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """As encode_chat_batch.
-
-    Args:
-        special: ids of special tokens.
-        encode: (parts of text between them, whether they follow one) -> ids and starts of each part.
-    """
-    pattern = re.compile("(" + "|".join(map(re.escape, special)) + ")")
-    split = [pattern.split(text) for text in texts]
-    first = iter(encode([parts[0] for parts in split], False))
-    later = iter(encode([part for parts in split for part in parts[2::2]], True))
-
-    def joined(parts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        ids, starts, start = [], [], 0
-        for index, part in enumerate(parts):
-            tokens, begins = (special[part], [0] * len(special[part])) if index % 2 else next(later if index else first)
-            ids.append(np.asarray(tokens, dtype=np.int32))
-            starts.append(np.asarray(begins, dtype=np.int64) + start)
-            start += len(part)
-        return np.concatenate(ids), np.concatenate(starts)
-
-    return [joined(parts) for parts in split]
 
 
 Tokenizer = SentencePieceTokenizer | ByteTokenizer | HuggingFaceTokenizer
@@ -282,12 +337,48 @@ def tokenizer_files(settings: TokenizerConfig, tokenizer: Tokenizer, start: Path
     """
     if tokenizer.path is None:
         return {}
-    name = "tokenizer.model" if settings.kind == "sentencepiece" else "tokenizer.json"
-    folders = [tokenizer.path.parent] if settings.path else []
-    if start and (start / name).is_file() and (start / name).read_bytes() == tokenizer.path.read_bytes():
-        folders.append(start)
-    companions = {file: folder / file for folder in folders for file in COMPANIONS if (folder / file).is_file()}
-    return {**companions, name: tokenizer.path}
+    name = MODEL_FILE if settings.kind == "sentencepiece" else JSON_FILE
+    same = start and (start / name).is_file() and (start / name).read_bytes() == tokenizer.path.read_bytes()
+    folders = (start if same else None, tokenizer.path.parent if settings.path else None)
+    theirs, own = (
+        {file: folder / file for file in COMPANIONS if (folder / file).is_file()} if folder else {}
+        for folder in folders
+    )
+    if own.keys() & {*SPECIAL_FILES}:  # each folder's files are to be read together
+        theirs = {file: path for file, path in theirs.items() if file not in SPECIAL_FILES}
+    return {**theirs, **own, name: tokenizer.path}
+
+
+def template_variables(settings: TokenizerConfig, start: Path | None) -> dict[str, str]:
+    """What bos_token, eos_token and other names of special tokens are in a chat template.
+
+    Args:
+        start: folder of the checkpoint that training begins from. Its files give names if no file beside the tokenizer
+            gives any.
+
+    Raises:
+        DataError: as load_tokenizer.
+    """
+    folder = Path(os.path.expanduser(settings.path)).parent if settings.path else None
+    beside = read_tokenizer_files(folder).names
+    if settings.kind == "huggingface" and "eos_token" in beside:
+        return beside  # as the tokenizer would have it, which takes a second to read
+    own = {"eos_token": END_NAME} if settings.trained else {**load_tokenizer(settings).special_tokens}
+    return own if beside else read_tokenizer_files(start).names | own
+
+
+def other_pieces(tokenizer: Tokenizer, other: Tokenizer) -> list[int]:
+    """The ids that mean different text in two tokenizers. Added and special tokens may differ."""
+    added = {*tokenizer.added.values(), *other.added.values()}
+    ours, theirs = tokenizer.vocabulary(), other.vocabulary()
+
+    def text(piece: str | None) -> str | None:
+        # In Gemma's tokenizer.json a tab is a piece of its own, and in its tokenizer.model the byte's.
+        byte = re.fullmatch("<0x([0-7][0-9A-F])>", piece or "")
+        return chr(int(byte[1], 16)) if byte else piece
+
+    ids = sorted((ours.keys() | theirs.keys()) - added)
+    return [index for index in ids if text(ours.get(index)) != text(theirs.get(index))]
 
 
 def vocabulary_size(settings: TokenizerConfig) -> int:
@@ -318,90 +409,3 @@ def _not_a_model(path: Path, expected: str, reason: object) -> DataError:
         f"tokenizer.path = {str(path)!r} is not {expected}: {reason}",
         fix="give another file, or set tokenizer.kind to what it is (sentencepiece or huggingface)",
     )
-
-
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a vocabulary and write it as a lossless SentencePiece model.
-
-    Unseen characters become bytes, whitespace is kept as it is, and a newline or tab is a piece of its own, so decoding
-    returns the exact text. The same texts give the same file.
-    Source: Sennrich et al. 2016 (arXiv:1508.07909); Kudo and Richardson 2018 (arXiv:1808.06226).
-
-    Args:
-        texts: to train on; of a large corpus an evenly spread sample of its lines is used.
-        vocab_size: V, with the 256 bytes and the end-of-text token.
-        path: the model file, written whole or not at all.
-
-    Raises:
-        DataError: the texts are too few or empty, or V is less than their number of characters.
-    """
-    model = io.BytesIO()
-    lines = sample_lines(texts, SAMPLE_CHARACTERS)
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=0.9995,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n", "\t"],
-            unk_id=0,
-            eos_id=1,
-            bos_id=-1,
-            pad_id=-1,
-            num_threads=1,  # it is written into the model file; byte-pair training has one thread anyway
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        raise _explain(str(error), vocab_size) from error
-    replace_file(path, model.getvalue())
-
-
-def _explain(message: str, vocab_size: int) -> DataError:
-    """The error for a message of SentencePiece."""
-    if most := re.search(r"too high.*<= (\d+)", message):
-        return DataError(
-            f"the corpus is too small for a tokenizer of tokenizer.vocab_size = {vocab_size} pieces",
-            fix=(f"set tokenizer.vocab_size to at most {most[1]}, " if int(most[1]) >= MIN_PIECES else "")
-            + "give more text, or set tokenizer.kind = 'bytes'",
-        )
-    if least := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return DataError(
-            f"tokenizer.vocab_size = {vocab_size} is less than the number of characters in the corpus",
-            fix=f"set tokenizer.vocab_size to {int(least[1]) + 1} or more",
-        )
-    if "sentences_.empty()" in message:
-        return DataError("the corpus holds only whitespace: no tokenizer can be trained on it", fix="check data.path")
-    return DataError(f"SentencePiece could not train a tokenizer: {message}", fix="give a model with tokenizer.path")
-
-
-def sample_lines(texts: Iterable[str], most_characters: int) -> list[str]:
-    """An evenly spread sample of the non-blank lines.
-
-    Every n-th line is kept; when the kept lines exceed the limit, every other one is dropped and n doubles. So the size
-    of the corpus need not be known, and memory holds no more than the limit.
-
-    Args:
-        most_characters: of all lines returned; at least one line is returned.
-    """
-    kept, characters, stride = list[str](), 0, 1
-    for index, line in enumerate(_lines(texts)):
-        if index % stride:
-            continue
-        kept.append(line)
-        characters += len(line)
-        while characters > most_characters and len(kept) > 1:
-            kept, stride = kept[::2], stride * 2
-            characters = sum(map(len, kept))
-    return kept
-
-
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    for line in chain.from_iterable(text.split("\n") for text in texts):
-        if line and not line.isspace():
-            yield from (line[start : start + LINE_CHARACTERS] for start in range(0, len(line), LINE_CHARACTERS))

@@ -1,0 +1,99 @@
+"""Tokens that are found in a text before the vocabulary splits it: special ones and others that were added."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that is found in a text before the vocabulary splits it, as in the `tokenizers` package.
+
+    Attributes:
+        content: its text.
+        special: it is not read from a document's plain text, and not decoded.
+        normalized: it is sought in the normalized text.
+        lstrip, rstrip: it takes the whitespace before and after it.
+        single_word: it is not read inside a word.
+    """
+
+    content: str
+    special: bool = False
+    normalized: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression for the texts of this token, without the whitespace before it."""
+        text = re.escape(self.content)
+        text = rf"(?<!\w){text}(?!\w)" if self.single_word else text
+        return text + r"\s*" * self.rstrip
+
+
+def encode_around_tokens(
+    texts: Sequence[str],
+    literals: Mapping[AddedToken, list[int] | None],
+    encode: Callable[[list[str], bool], list[tuple[Any, Any]]],
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokens of texts in which some tokens are found first, and what lies between them is encoded.
+
+    As in the `tokenizers` package, normalized tokens are sought in what the others leave, and of those that begin at
+    one character the longest is read.
+
+    Args:
+        literals: tokens to find, at least one, with the ids that each becomes; None: it is found, so that no part of it
+            is, and stays text.
+        encode: (parts of text between them, whether they follow one) -> ids and starts of each part.
+
+    Returns:
+        for each text its token ids, `[n]` int32, and the character at which each begins, `[n]` int64.
+    """
+    passes = [[token for token in literals if token.normalized == normalized] for normalized in (False, True)]
+    patterns = list[tuple[re.Pattern[str], list[AddedToken]]]()
+    for tokens in filter(None, passes):
+        tokens.sort(key=lambda token: -len(token.content))
+        patterns.append((re.compile("|".join(f"({token.pattern})" for token in tokens)), tokens))
+
+    def split(text: str) -> list[tuple[int, str, list[int]]]:
+        """Texts and, between them, ids of literals, each with its start; the first and the last are texts."""
+        parts = [(0, text, list[int]())]
+        for pattern, tokens in patterns:
+            earlier, parts = parts, []
+            for start, part, ids in earlier:
+                parts += [(start, part, ids)] if ids else cut(start, part, pattern, tokens)
+        return parts
+
+    def cut(
+        begin: int, text: str, pattern: re.Pattern[str], tokens: list[AddedToken]
+    ) -> Iterator[tuple[int, str, list[int]]]:
+        end = 0
+        for match in pattern.finditer(text):
+            token, start = tokens[(match.lastindex or 1) - 1], match.start()
+            ids = literals[token]
+            if ids is None:
+                continue
+            while token.lstrip and end < start and text[start - 1].isspace():
+                start -= 1
+            yield begin + end, text[end:start], []
+            yield begin + start, "", ids
+            end = match.end()
+        yield begin + end, text[end:], []
+
+    rows = [split(text) for text in texts]
+    first = iter(encode([parts[0][1] for parts in rows], False))
+    later = iter(encode([part for parts in rows for _, part, _ in parts[2::2]], True))
+
+    def joined(parts: list[tuple[int, str, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+        ids, starts = list[np.ndarray](), list[np.ndarray]()
+        for index, (start, _, literal) in enumerate(parts):
+            tokens, begins = (literal, [0] * len(literal)) if index % 2 else next(later if index else first)
+            ids.append(np.asarray(tokens, dtype=np.int32))
+            starts.append(np.asarray(begins, dtype=np.int64) + start)
+        return np.concatenate(ids), np.concatenate(starts)
+
+    return [joined(parts) for parts in rows]
