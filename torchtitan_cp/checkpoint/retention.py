@@ -44,7 +44,8 @@ class Retention:
     def expired(self, found: Sequence[tuple[int, Path]]) -> list[Path]:
         """The checkpoints to delete.
 
-        The newest `keep` that are intact stay, and so do all newer ones and ends of stages. The newest intact one that recovery may go back to stays too: all steps after it may have been bad.
+        The newest `keep` that are intact stay, and so do all newer ones and ends of stages. The newest intact one that
+        recovery may go back to stays too: all steps after it may have been bad.
 
         Args:
             found: (step, folder) of each complete checkpoint, oldest first.
