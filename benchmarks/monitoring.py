@@ -23,7 +23,7 @@ from benchmarks.benchmark import Benchmark, Row
 from models import ARCHITECTURES
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.load import build
-from torchtitan_cp.data.batches.loader import MicroBatch, read_step
+from torchtitan_cp.data.batches.micro_batches import MicroBatch, read_step
 from torchtitan_cp.health.monitor import FIRST_BLOCK, largest, read_report
 from torchtitan_cp.health.recovery import RecoveryState
 from torchtitan_cp.metrics.logger import MetricsLogger

@@ -18,7 +18,7 @@ from unittest.mock import patch
 from models import ARCHITECTURES
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.config import load_config
-from torchtitan_cp.data.batches.loader import BatchLayout
+from torchtitan_cp.data.batches.micro_batches import BatchLayout
 from torchtitan_cp.optim import offload
 from torchtitan_cp.parallel.offload import HostMemory
 from torchtitan_cp.planner.dry_run import DryModel, stage_walker, with_shared_batches

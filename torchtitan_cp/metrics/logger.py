@@ -97,7 +97,7 @@ class MetricsLogger:
         self._send("close")
 
     def _send(self, method: str, *arguments: Any) -> None:
-        """Call a method of the sinks that have it; one that fails is removed, as TensorBoard's thread ends then."""
+        """Call a method of the sinks that have it; one that fails is removed: its file may end in half a record."""
         for sink in [sink for sink in self.sinks if hasattr(sink, method)]:
             try:
                 getattr(sink, method)(*arguments)

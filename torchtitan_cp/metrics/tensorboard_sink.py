@@ -1,12 +1,16 @@
 """TensorBoard: scalars, images and texts, and a layout that shows what matters first."""
 
+import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import summary
 
 TENSORBOARD_FOLDER = "tensorboard"
 # The tab CUSTOM SCALARS: group -> title of a chart -> pattern of its tags.
@@ -38,30 +42,65 @@ LAYOUT = {
 class TensorBoardSink:
     """Writes tensorboard/ in the run's folder.
 
+    Events are written in the caller's thread. The thread of torch's SummaryWriter prints a traceback on a full disk.
+
     Args:
         folder: of the run.
         after_step: points of later steps are hidden, because a resumed run repeats those steps.
+
+    Raises:
+        OSError: the file cannot be written; the methods too.
     """
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, after_step: int) -> None:
-        self.writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=after_step + 1)
+        self.file = EventFile(folder / TENSORBOARD_FOLDER)
+        self._add(Event(file_version="brain.Event:2"), 0)
+        self._add(Event(session_log=SessionLog(status=SessionLog.START)), after_step + 1)
         layout = {}
         for group, charts in LAYOUT.items():
             layout[group] = {title: ["Multiline", [pattern]] for title, pattern in charts.items()}
-        self.writer.add_custom_scalars(layout)
+        self._add(Event(summary=summary.custom_scalars(layout)), 0)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        # One event for all: add_scalar writes an event for each number, which takes ten times as long.
+        # One event for all: an event for each number takes ten times as long.
         points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self.writer.file_writer.add_summary(Summary(value=points), step)
+        self._add(Event(summary=Summary(value=points)), step)
 
     def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
-        self.writer.add_image(tag, pixels, step, dataformats="HWC")
+        self._add(Event(summary=summary.image(tag, pixels, dataformats="HWC")), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        self.writer.add_text(tag, text, step)
+        self._add(Event(summary=summary.text(tag, text)), step)
 
     def close(self) -> None:
-        self.writer.close()
+        self.file.close()
+
+    def _add(self, event: Event, step: int) -> None:
+        event.step, event.wall_time = step, time.time()
+        self.file.records.write(event.SerializeToString())
+
+
+class EventFile:
+    """A new file that TensorBoard reads, named as TensorBoard's own and after those that exist.
+
+    Args:
+        folder: created if missing.
+
+    Attributes:
+        records: writes events as records, each at once.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.file = (folder / name).open("xb", buffering=0)  # unbuffered, so that write says how much was written
+        self.records = RecordWriter(self)
+
+    def write(self, record: bytes) -> None:
+        while record:
+            record = record[self.file.write(record) :]
+
+    def close(self) -> None:
+        self.file.close()

@@ -20,7 +20,7 @@ from torchtitan_cp.attention import prepare_plan
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import ResolvedStage
-from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.data.batches.micro_batches import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_flex, fake_job, real_tensors

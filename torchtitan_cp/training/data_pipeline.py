@@ -18,7 +18,8 @@ from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.curriculum import ResolvedStage
-from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_steps
+from torchtitan_cp.data.batches.loader import read_steps
+from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
 from torchtitan_cp.data.batches.samples import StageSamples
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_cache, prepare

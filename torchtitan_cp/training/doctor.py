@@ -13,7 +13,7 @@ from torchtitan_cp.attention.doctor import examine, raised_weights
 from torchtitan_cp.attention.recording import ModelRun
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.data.batches.loader import Samples, read_step
+from torchtitan_cp.data.batches.micro_batches import Samples, read_step
 from torchtitan_cp.data.batches.samples import PackedSequence
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import parity

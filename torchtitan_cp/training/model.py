@@ -19,7 +19,7 @@ from torchtitan_cp.attention.strategies import resolve_strategy
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Compile, Rope
 from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
-from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
+from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.clip import scale_gradients, square_norms

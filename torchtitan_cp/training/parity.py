@@ -29,7 +29,7 @@ from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import ResolvedStage
-from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, collate, read_step
+from torchtitan_cp.data.batches.micro_batches import BatchLayout, assign_sequences, collate, read_step
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel, cast_parameters, set_rope

@@ -17,7 +17,7 @@ from torchtitan_cp.config.check import RUN_CONFIG, check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import ResolvedStage, describe_rope
 from torchtitan_cp.curriculum.gate import Verdict
-from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.data.batches.micro_batches import MicroBatch
 from torchtitan_cp.data.corpus.statistics import statistics_table
 from torchtitan_cp.data.corpus.store import replace_file
 from torchtitan_cp.evaluation.result import EvaluationResult

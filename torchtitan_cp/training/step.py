@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.data.batches.micro_batches import MicroBatch
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis
 from torchtitan_cp.health.monitor import HealthMonitor, StepReport
 from torchtitan_cp.health.recovery import RecoveryState

@@ -15,7 +15,7 @@ from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
-from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
+from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, batch_facts
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
 from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy

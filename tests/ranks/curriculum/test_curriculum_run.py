@@ -20,7 +20,7 @@ from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, prepared, train, write_run
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import rope_frequencies
-from torchtitan_cp.data.batches.loader import read_step
+from torchtitan_cp.data.batches.micro_batches import read_step
 from torchtitan_cp.metrics.console_sink import ConsoleSink
 from torchtitan_cp.training import registry
 

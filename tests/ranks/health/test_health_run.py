@@ -25,7 +25,7 @@ from tests.support.runs import TINY, losses, prepared, train, write_run
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli.replay import build, main
-from torchtitan_cp.data.batches.loader import read_step
+from torchtitan_cp.data.batches.micro_batches import read_step
 from torchtitan_cp.health.diagnosis import Diagnoser
 from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.health.recovery import NonFiniteError

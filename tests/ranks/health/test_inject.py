@@ -11,7 +11,7 @@ from tests.support.inject import SPIKE, Inject, Injector, fault_in
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.data.batches.micro_batches import MicroBatch
 
 
 class Net(nn.Module):

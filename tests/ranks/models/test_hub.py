@@ -31,7 +31,7 @@ from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli import export as export_program
 from torchtitan_cp.cli.generate import KVCache, load_model
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.data.batches.loader import read_step
+from torchtitan_cp.data.batches.micro_batches import read_step
 from torchtitan_cp.training import export as export_module
 from torchtitan_cp.training.export import export
 

@@ -12,7 +12,7 @@ from tests.support.huggingface_families import FAMILIES, eager_model
 from tests.support.huggingface_parity import copy_weights, write_family
 from tests.support.rank_pool import RankPool
 from tests.support.runs import gradients_of, prepared
-from torchtitan_cp.data.batches.loader import read_step
+from torchtitan_cp.data.batches.micro_batches import read_step
 
 COEFFICIENT = 0.5
 FAMILY = "Qwen3-MoE"

@@ -18,7 +18,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, prepared, run_to_end, train, write_run
 from torchtitan_cp.checkpoint import hub as hub_module
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.data.batches.loader import read_step
+from torchtitan_cp.data.batches.micro_batches import read_step
 from torchtitan_cp.training import export as export_module
 from torchtitan_cp.training.export import export, written_config
 

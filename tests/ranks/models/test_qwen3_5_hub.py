@@ -20,7 +20,7 @@ from transformers import (
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, gradients_of, prepared, run_to_end, write_run
 from torchtitan_cp.config.sections import Model
-from torchtitan_cp.data.batches.loader import read_step
+from torchtitan_cp.data.batches.micro_batches import read_step
 from torchtitan_cp.training.export import export
 from torchtitan_cp.training.registry import model_args_of
 

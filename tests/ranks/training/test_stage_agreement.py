@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, Packed, prepared, write_run
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_step
+from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, read_step
 from torchtitan_cp.runtime.consistency import check_agreement
 
 ONE_STEP = TINY.replace("steps = 20", "steps = 1")

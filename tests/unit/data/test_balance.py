@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_cp.data.batches.loader import attention_work, balanced_order
+from torchtitan_cp.data.batches.balance import attention_work, balanced_order
 
 
 @st.composite

@@ -1,7 +1,11 @@
 """Files to documents: what is found, how it is split and joined, and what is said of the rest."""
 
+import errno
+import gzip
 import os
 import sysconfig
+from codecs import BOM_UTF8
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from tests.support.texts import read, text_corpus, texts, warnings, write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.data.corpus.documents import JOINED_BYTES, Corpus, check_corpus, is_held_out
 from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.corpus.sources import SOURCES
 from torchtitan_cp.data.errors import DataError
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -129,6 +134,51 @@ def test_a_broken_link_is_counted_named_and_skipped(tmp_path: Path, caplog: pyte
     (write_files(tmp_path, {"b.txt": "good"}) / "a.txt").symlink_to(tmp_path / "gone")
     assert texts(text_data(tmp_path)) == ["good"]
     assert warnings(caplog) == [f"{tmp_path}/a.txt: unreadable file (No such file or directory); skipped"]
+
+
+def test_a_file_that_is_gone_ends_the_pass_and_one_that_may_not_be_read_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_files(tmp_path, {"a.txt": "first", "b.txt": "good"})
+    corpus, whole = Corpus(text_data(tmp_path)), Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == "a.txt":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return whole(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", refuse)
+        assert [document.content for document in corpus.documents(SkippedRecords())] == ["good"]
+    assert warnings(caplog) == [f"{tmp_path}/a.txt: unreadable file (Permission denied); skipped"]
+    (tmp_path / "b.txt").unlink()  # as a network folder that is gone
+    with pytest.raises(DataError) as caught:
+        list(corpus.documents(SkippedRecords()))
+    assert caught.value.message == f"{tmp_path}/b.txt cannot be read: No such file or directory"
+
+
+@pytest.mark.parametrize("document", ["file", "folder"])
+def test_a_byte_order_mark_is_no_part_of_a_text(
+    tmp_path: Path, document: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {"a.txt": b"one\n", "b.txt": "zwei \ufeff\n".encode(), "c.txt": b"", "d/e.txt": b"three\n"}
+    write_files(tmp_path / "plain", files)
+    write_files(tmp_path / "marked", {name: BOM_UTF8 + content for name, content in files.items()})
+    plain, marked = (texts(text_data(tmp_path / name, document)) for name in ("plain", "marked"))
+    assert marked == plain
+    assert not caplog.records
+    write_files(tmp_path / "marked", {"f.txt.gz": gzip.compress(b"text")})
+    assert texts(text_data(tmp_path / "marked", document)) == plain
+    assert warnings(caplog) == [f"{tmp_path}/marked/f.txt.gz:1: not UTF-8; skipped"]
+
+
+def test_files_that_are_read_otherwise_than_before_are_a_changed_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = text_data(write_files(tmp_path, {"a.txt": "text"}))
+    before = Corpus(data).fingerprint
+    monkeypatch.setitem(SOURCES, "text", replace(SOURCES["text"], version=SOURCES["text"].version + 1))
+    assert Corpus(data).fingerprint != before
 
 
 def test_empty_files_are_skipped_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

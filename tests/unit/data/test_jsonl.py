@@ -1,16 +1,23 @@
 """JSON lines, plain and compressed, whole and damaged."""
 
+import errno
 import gzip
 import json
+import os
 import re
+from codecs import BOM_UTF8
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.texts import read, texts, warnings, write_files
 from torchtitan_cp.config.sections import Data
+from torchtitan_cp.data.corpus import rows
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.rows import zstd
+from torchtitan_cp.data.errors import DataError
 
 LINES = [f"line {index} of the corpus ä\nwith a newline in it" for index in range(3000)]
 CONTENT = "".join(json.dumps({"text": line, "other": 1}) + "\n" for line in LINES).encode()
@@ -72,10 +79,12 @@ def test_a_malformed_line_is_counted_named_and_skipped(tmp_path: Path, caplog: p
 
 
 def test_a_byte_order_mark_and_line_ends_of_windows_are_no_part_of_a_row(tmp_path: Path) -> None:
-    content = b"\xef\xbb\xbf" + b'{"text": "first"}\r\n{"text": "second"}\r\n'
-    files = {"a.jsonl": content, "b.jsonl.gz": gzip.compress(content)}
+    content = BOM_UTF8 + b'{"text": "first"}\r\n{"text": "second"}\r\n'
+    joined = content * 2  # as `cat` joins files
+    packed = {".gz": gzip.compress(joined), ".zst": zstd.compress(content) * 2}
+    files = {"a.jsonl": joined} | {f"a.jsonl{suffix}": archive for suffix, archive in packed.items()}
     skipped_records = SkippedRecords()
-    assert texts(jsonl_data(write_files(tmp_path, files)), skipped_records) == ["first", "second"] * 2
+    assert texts(jsonl_data(write_files(tmp_path, files)), skipped_records) == ["first", "second"] * 6
     assert not skipped_records.counts
 
 
@@ -116,11 +125,45 @@ def test_lines_before_the_damage_of_an_archive_are_kept(
 
 def test_an_archive_that_is_none_is_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_files(tmp_path, {"a.jsonl.gz": CONTENT, "b.jsonl.zst": CONTENT, "c.jsonl": '{"text": "good"}'})
-    assert texts(jsonl_data(tmp_path)) == ["good"]
+    skipped_records = SkippedRecords()
+    assert texts(jsonl_data(tmp_path), skipped_records) == ["good"]
+    assert skipped_records.counts == {"archive that cannot be read": 2}
     assert [line.split(" (")[0] for line in warnings(caplog)] == [
         f"{tmp_path}/a.jsonl.gz:1",
         f"{tmp_path}/b.jsonl.zst:1",
     ]
+
+
+def test_no_room_for_the_window_of_an_archive_is_not_taken_for_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Iterator[bytes]:
+        yield b'{"text": "first"}'
+        raise zstd.ZstdError("Unable to decompress Zstandard data: Allocation error : not enough memory")
+
+    monkeypatch.setattr(zstd, "ZstdFile", full)
+    path = write_files(tmp_path, {"a.jsonl.zst": b""}) / "a.jsonl.zst"
+    with pytest.raises(DataError) as caught:
+        read(jsonl_data(tmp_path))
+    assert caught.value.message == f"there is too little memory to read {path}"
+    assert "--long" in caught.value.fix
+
+
+@pytest.mark.parametrize("lines_before", [0, 1])
+def test_a_disk_that_fails_ends_the_pass_instead_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_before: int
+) -> None:
+    def fail(*_: Any) -> Iterator[bytes]:
+        yield from [b'{"text": "first"}'] * lines_before
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(rows, "_lines", fail)
+    path = write_files(tmp_path, {"a.jsonl": CONTENT}) / "a.jsonl"
+    with pytest.raises(DataError) as caught:
+        read(jsonl_data(tmp_path))
+    after = " after record 1" * lines_before
+    assert caught.value.message == f"{path} cannot be read{after}: Input/output error"
+    assert "what is tokenized is kept" in caught.value.fix
 
 
 def test_lines_are_held_out_one_by_one(tmp_path: Path) -> None:

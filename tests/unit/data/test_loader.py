@@ -1,100 +1,31 @@
-"""From a stage's samples to each rank's share of a step: by its number alone, every token once."""
+"""Steps are read ahead in order, by a thread or by workers, whose errors reach the rank."""
 
+import errno
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+import tempfile
+from collections.abc import Iterator
 from functools import partial
+from multiprocessing import current_process
+from multiprocessing.connection import Listener
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from tests.support.counting import Counting, batch_layout_of, tokens_of
 from tests.support.texts import REPOSITORY
-from torchtitan_cp.attention import Plan, make_plan
 from torchtitan_cp.data.batches import loader
-from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_step, read_steps
-from torchtitan_cp.data.batches.samples import PackedSequence, Span
-
-SEQ_LEN = 32
-
-
-class Counting:
-    """Sequence n holds the tokens from n * SEQ_LEN on; odd ones are two documents. It fails at `broken_at`."""
-
-    def __init__(self, broken_at: int | None = None) -> None:
-        self.broken_at = broken_at
-
-    def document_lengths(self, number: int) -> tuple[int, ...]:
-        return (5, SEQ_LEN - 5) if number % 2 else (SEQ_LEN,)
-
-    def sequence(self, number: int) -> PackedSequence:
-        if self.broken_at is not None and number >= self.broken_at:
-            raise OSError("the disk is gone")
-        tokens = np.arange(number * SEQ_LEN, (number + 1) * SEQ_LEN)
-        lengths = self.document_lengths(number)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        spans = tuple(Span("numbers", number, 0, length) for length in lengths)
-        return PackedSequence(tokens, tokens + 1, positions, lengths, spans)
-
-
-def batch_layout_of(
-    dp_rank: int = 0, dp: int = 1, cp_rank: int = 0, cp: int = 1, layout: str = "zigzag"
-) -> BatchLayout:
-    planner = partial(make_plan, ranks=cp, rank=cp_rank, layout=layout)
-    return BatchLayout(SEQ_LEN, 3, 2, dp=dp, dp_rank=dp_rank, make_plan=planner, windows=(0, 8))
-
-
-def tokens_of(step: tuple[MicroBatch, ...]) -> list[int]:
-    return torch.cat([batch.tokens.flatten() for batch in step]).tolist()
-
-
-@pytest.mark.parametrize(
-    ("dp", "cp", "layout"), [(1, 1, "zigzag"), (2, 1, "zigzag"), (2, 4, "zigzag"), (1, 2, "balanced")]
-)
-def test_the_ranks_of_a_step_hold_each_of_its_tokens_once(dp: int, cp: int, layout: str) -> None:
-    shapes = [batch_layout_of(dp_rank, dp, cp_rank, cp, layout) for dp_rank in range(dp) for cp_rank in range(cp)]
-    held = [token for shape in shapes for token in tokens_of(read_step(Counting(), shape, 7))]
-    assert sorted(held) == list(range(7 * shapes[0].tokens, 8 * shapes[0].tokens))
-
-
-def test_the_thread_that_pins_a_batch_prepares_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared: list[Plan] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
-    monkeypatch.setattr(loader, "prepare_plan", prepared.append)
-    batch = read_step(Counting(), batch_layout_of(), 0)[0]
-    batch.pin_memory()
-    assert prepared == [batch.plans[0], batch.plans[8]]
-
-
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_micro_batches_of_all_ranks_carry_like_work(dp: int) -> None:
-    steps = [read_step(Counting(), batch_layout_of(rank, dp), 0) for rank in range(dp)]
-    assert sorted(number for step in steps for batch in step for number in batch.numbers) == list(range(6 * dp))
-    for index in range(3):
-        parities = [sorted(number % 2 for number in step[index].numbers) for step in steps]
-        assert parities == [parities[0]] * dp, "each rank has as many long documents"
-
-
-def test_labels_positions_and_plans_are_those_of_the_rows() -> None:
-    for cp_rank in range(2):
-        for batch in read_step(Counting(), batch_layout_of(cp_rank=cp_rank, cp=2), 1):
-            assert torch.equal(batch.labels, batch.tokens + 1), "the label of a chunk's last token is in the next chunk"
-            assert batch.plans.keys() == {0, 8}
-            assert batch.plans[8].layout == batch.plan.layout
-            assert batch.plans[8].mask.window == (7, -1)
-            places = batch.tokens % SEQ_LEN
-            documents = [Counting().document_lengths(number) for number in batch.numbers]
-            if all(row == (SEQ_LEN,) for row in documents):
-                assert batch.plan.mask.document_lengths is None
-                assert torch.equal(batch.positions, places[0])
-            else:
-                assert batch.plan.mask.document_lengths == tuple(documents)
-                odd = torch.tensor([number % 2 == 1 for number in batch.numbers]).unsqueeze(1)
-                assert torch.equal(batch.positions.expand(2, -1), torch.where(odd & (places >= 5), places - 5, places))
+from torchtitan_cp.data.batches.loader import read_steps
+from torchtitan_cp.data.batches.micro_batches import MicroBatch, read_step
+from torchtitan_cp.data.batches.samples import PackedSequence
+from torchtitan_cp.data.errors import DataError
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -114,24 +45,6 @@ def test_an_error_of_the_reader_reaches_the_one_who_waits(workers: int) -> None:
     steps = read_steps(Counting(broken_at=6), 0, 3, shape, workers=workers, read_ahead=2, pin=False)
     with pytest.raises(OSError, match="the disk is gone"):
         list(steps)
-
-
-def test_every_token_knows_its_place_in_its_document() -> None:
-    step = read_step(Counting(), batch_layout_of(cp_rank=1, cp=2, layout="zigzag"), 0)
-    for batch in step:
-        assert batch.sources == ("numbers",) * len(batch.tokens)
-        for row, number in enumerate(batch.numbers):
-            places = np.concatenate([np.arange(length) for length in Counting().document_lengths(number)])
-            assert batch.document_positions[row].tolist() == places[batch.plan.positions].tolist()
-
-
-def test_all_tensors_of_a_batch_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = read_step(Counting(), batch_layout_of(), 0)[0]
-    pinned = list[int]()
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: (pinned.append(id(x)), x)[1])
-    batch.pin_memory()
-    assert set(pinned) == {id(value) for value in vars(batch).values() if isinstance(value, torch.Tensor)}
-    assert len(pinned) == 4
 
 
 class Killed(Counting):
@@ -162,11 +75,101 @@ def test_a_worker_that_is_gone_when_its_tensors_are_fetched_is_the_same_error(
         next(read_steps(Counting(), 0, 3, batch_layout_of(), workers=1, read_ahead=2, pin=False))
 
 
+class Limited(Counting):
+    """The process that reads may write no file of more than a few bytes, so it has no shared memory."""
+
+    def sequence(self, number: int) -> PackedSequence:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8))
+        return super().sequence(number)
+
+
+@pytest.mark.deep  # it starts a worker
+def test_a_worker_without_room_in_shared_memory_is_an_error_and_not_a_wait() -> None:
+    with pytest.raises(DataError, match=r"/dev/shm .* has no room for the batches that data.workers keep ready"):
+        list(read_steps(Limited(), 0, 3, batch_layout_of(), workers=1, read_ahead=2, pin=False))
+
+
+def test_what_a_worker_sends_is_in_shared_memory_before_it_is_sent() -> None:
+    read = partial(read_step, Counting(), batch_layout_of())
+    tensors = [x for batch in loader._read_into_shared_memory(read, 1) for x in vars(batch).values()]
+    assert {x.is_shared() for x in tensors if isinstance(x, torch.Tensor)} == {True}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)",
+        "DataLoader worker (pid 1) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+        "shared memory.",
+    ],
+)
+def test_shared_memory_that_is_full_is_named_with_its_size_and_the_fix(message: str) -> None:
+    def fail() -> Iterator[tuple[MicroBatch, ...]]:
+        raise RuntimeError(message)
+        yield
+
+    with pytest.raises(DataError) as caught:
+        next(loader._receive(fail()))
+    assert re.fullmatch(
+        r"/dev/shm \([\d,.]+ MB\) has no room for the batches that data.workers keep ready", caught.value.message
+    )
+    assert "--shm-size=8g" in caught.value.fix
+    assert "data.workers = 0" in caught.value.fix
+
+
+def test_semaphores_without_room_are_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(loader.DataLoader, "__iter__", fail)
+    with pytest.raises(DataError, match="/dev/shm"):
+        read_steps(Counting(), 0, 3, batch_layout_of(), workers=1, read_ahead=2, pin=False)
+
+
+@pytest.fixture
+def no_sockets_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current_process(), "_config", {})
+
+
+@pytest.mark.usefixtures("no_sockets_yet")
+@pytest.mark.parametrize("length", [75, 76, 200])
+def test_sockets_of_workers_fit_whatever_the_length_of_the_temporary_folder(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="x" * (length - len(tempfile.gettempdir()) - 9)) as folder:
+        assert len(folder) == length
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        loader._choose_socket_folder()
+        Listener(family="AF_UNIX").close()
+        assert (folder == os.path.dirname(get_temp_dir())) == (length <= 75)
+        assert tempfile.gettempdir() == folder
+
+
+@pytest.mark.usefixtures("no_sockets_yet")
+def test_a_machine_without_a_folder_for_sockets_is_told_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 90)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(DataError) as caught:
+        loader._choose_socket_folder()
+    assert "is too long for the sockets of data.workers, whose paths have at most 107 bytes" in caught.value.message
+    assert caught.value.fix == "set TMPDIR to a folder of at most 75 bytes, or data.workers = 0"
+
+
+@pytest.mark.deep  # it starts workers
+def test_workers_start_under_a_long_temporary_folder(tmp_path: Path) -> None:
+    folder, script = tmp_path / ("x" * 100), tmp_path / "program.py"
+    folder.mkdir()
+    script.write_text(SIGNALLED[: SIGNALLED.index("    started =")])
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(folder)}
+    subprocess.run([sys.executable, script], cwd=REPOSITORY, env=environment, timeout=240, check=True)
+
+
 SIGNALLED = """
 import os, signal
 from pathlib import Path
-from tests.unit.data.test_loader import Counting, batch_layout_of, tokens_of
-from torchtitan_cp.data.batches.loader import read_step, read_steps
+from tests.support.counting import Counting, batch_layout_of, tokens_of
+from torchtitan_cp.data.batches.loader import read_steps
+from torchtitan_cp.data.batches.micro_batches import read_step
 
 def descendants(pid):
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -218,10 +221,3 @@ def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=60, check=False, stdout=subprocess.PIPE)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout
-
-
-def test_layers_whose_window_hides_nothing_have_the_plan_of_those_without_one() -> None:
-    plans = replace(batch_layout_of(), windows=(0, 8, SEQ_LEN - 1, SEQ_LEN, 2 * SEQ_LEN)).plans()
-    assert plans[SEQ_LEN] is plans[2 * SEQ_LEN] is plans[0]
-    assert plans[8].mask.window == (7, -1)
-    assert plans[SEQ_LEN - 1].mask.window == (SEQ_LEN - 2, -1)

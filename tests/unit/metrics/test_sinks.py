@@ -149,6 +149,42 @@ def test_a_sink_whose_disk_is_full_is_left_out_and_the_others_go_on(caplog: pyte
     assert caplog.text.count("TensorBoard is off until the run's next start") == 1
 
 
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Writing more to a file fails with an OSError, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_where_the_disk_is_full_tensorboard_is_off_after_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logger = MetricsLogger(Metrics(interval=1), 4, 0, enabled=False)
+    logger.open_files(tmp_path, after_step=0)
+    logger.step(record(1), 4)
+    [file] = (tmp_path / "tensorboard").iterdir()
+    with no_file_beyond(file.stat().st_size + 100):
+        for step in (2, 3):
+            logger.scalars({f"tag/{index}": 1.0 for index in range(100)}, step)
+            logger.text("stage", "a text", step)
+    logger.step(record(4), 4)
+    logger.close()
+    off = "TensorBoard is off until the run's next start: [Errno 27] File too large. metrics.jsonl goes on"
+    assert [entry.getMessage() for entry in caplog.records] == [off]
+    assert capfd.readouterr().err == ""
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [point.step for point in board.Scalars("train/loss")] == [1]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 4]
+    TensorBoardSink(tmp_path, after_step=4).scalars({"train/loss": 5.0}, 5)
+    board.Reload()
+    assert [point.step for point in board.Scalars("train/loss")] == [1, 5], "the next start writes a file of its own"
+
+
 LINES = [json.dumps({"step": step, "loss": step / 3}) for step in (1, 2, 3)]
 
 
@@ -165,17 +201,6 @@ def test_bytes_that_a_power_cut_left_are_dropped(tmp_path: Path) -> None:
     path.write_bytes(LINES[0].encode() + b"\n\x00\xff\xfe")
     JsonLinesSink(tmp_path, after_step=2).close()
     assert path.read_text().splitlines() == LINES[:1]
-
-
-@contextmanager
-def no_file_beyond(size: int) -> Iterator[None]:
-    """Writing more to a file fails with an OSError, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_forgetting_needs_no_room_on_the_disk_nor_memory_for_the_file(tmp_path: Path) -> None:

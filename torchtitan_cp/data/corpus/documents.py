@@ -54,6 +54,7 @@ class Corpus:
         path = source.path if is_name else str(Path(location(source)).expanduser().absolute())
         fields = (source.text_field, source.token_field, source.group_field, 0)  # 0 was a key; caches go on as they are
         settings = [source.source, path, *fields, source.document, source.validation_fraction]
+        settings += filter(None, [SOURCES[source.source].version])
         if self.template:
             chat = (source.messages_field, source.prompt_field, source.completion_field, source.loss_on)
             settings += [*chat, self.template.source, self.template.variables, self.template.named]

@@ -1,7 +1,9 @@
 """What sources yield: files, the documents in them, and the number of records that cannot be read."""
 
+import errno
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,6 +96,24 @@ class SkippedRecords:
         self.counts[kind] += 1
         if not self._quiet and self.counts[kind] <= LOGGED_OF_A_KIND:
             logger.warning("%s: %s; skipped", where, kind)
+
+    def add_unreadable(self, error: OSError, file: SourceFile, read: int = 0) -> None:
+        """Count a file that nobody may read, or a link that leads nowhere.
+
+        Args:
+            read: records of the file that were read before.
+
+        Raises:
+            DataError: it could be read a moment ago, so a disk, a network or the system fails, and not the file.
+        """
+        reason = os.strerror(error.errno or errno.EIO)
+        if read or (file.mtime_ns and not isinstance(error, PermissionError)):
+            raise DataError(
+                f"{file.path} cannot be read{f' after record {read}' * bool(read)}: {reason}",
+                fix="see to the disk or the network that it is on, then start again: what is tokenized is kept; or "
+                "give a path that leaves the file out",
+            ) from error
+        self.add(f"unreadable file ({reason})", str(file.path))
 
     @contextmanager
     def skipping(self, where: str) -> Iterator[None]:

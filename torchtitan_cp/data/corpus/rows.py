@@ -1,12 +1,13 @@
-"""Rows of JSON lines, Parquet files and Hugging Face datasets: each is text, token ids or a conversation.
+"""Rows of JSON lines and of Hugging Face datasets: each is text, token ids or a conversation.
 
-Rows that cannot be read are counted, logged and skipped. The packages pyarrow and datasets are extras.
+Rows that cannot be read are counted, logged and skipped. The package datasets is an extra.
 """
 
 import gzip
 import os
 import sys
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +25,6 @@ else:
     from backports import zstd
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-PARQUET_ROWS = 256  # in memory at a time
 
 
 def read_row(row: Any, number: int, file: SourceFile, read_bytes: int, source: SourceKeys) -> Document:
@@ -81,20 +81,30 @@ def _tokens(value: Any, name: str) -> np.ndarray:
 
 
 def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
-    """The rows in the lines of a file. Lines before a damaged part of an archive are kept."""
+    """The rows in the lines of a file. Lines before a damaged part of an archive are kept.
+
+    Raises:
+        DataError: there is no memory to decompress a file; or as SkippedRecords.add_unreadable.
+    """
     number = 0
     try:
         with open(file.path, "rb") as raw:
             for number, line in enumerate(_lines(raw, file.path.suffix), start=1):
                 with skipped.skipping(f"{file.path}:{number}"):
-                    # A file may begin with a byte order mark.
-                    if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                    # A file may begin with a byte order mark, and each of those that were joined into it.
+                    if text := line.removeprefix(BOM_UTF8).decode("utf-8").strip():
                         row = parse_json(text, "malformed JSON")
                         yield read_row(row, number, file, raw.tell(), source)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
-        skipped.add("rest of a damaged archive", f"{file.path}:{number + 1} ({error})")
+        if "not enough memory" in str(error):  # of zstd, which has no exception of its own for this
+            raise DataError(
+                f"there is too little memory to read {file.path}",
+                fix="free some: what `zstd --long=31` wrote takes 2 GB; or compress the file without --long",
+            ) from error
+        kind = "rest of a damaged archive" if number else "archive that cannot be read"
+        skipped.add(kind, f"{file.path}:{number + 1} ({error})")
     except OSError as error:
-        skipped.add(f"unreadable file ({error.strerror})", str(file.path))
+        skipped.add_unreadable(error, file, number)
 
 
 def _lines(raw: BinaryIO, suffix: str) -> Iterator[bytes]:
@@ -104,47 +114,6 @@ def _lines(raw: BinaryIO, suffix: str) -> Iterator[bytes]:
         # The largest window, as `zstd --long=31` writes.
         return iter(zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31}))
     return iter(raw)
-
-
-def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
-    """The rows of a file, one row group after the other. Rows before a damaged part are kept."""
-    arrow, number = import_pyarrow(source), 0
-    needed = wanted_fields(source)
-    try:
-        with arrow.parquet.ParquetFile(file.path) as parquet:
-            wanted = [*needed, source.group_field, *["tools"] * source.conversations]
-            columns = [name for name in wanted if name in parquet.schema_arrow.names]
-            if missing := [name for name in needed if name not in columns]:
-                kind, names = f"Parquet file without the column {missing[0]!r}", ", ".join(parquet.schema_arrow.names)
-                skipped.add(kind, f"{file.path} (its columns: {names:.80})")
-                return
-            batches = parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns)
-            rows = ((batch, index) for batch in batches for index in range(batch.num_rows))
-            for number, (batch, index) in enumerate(rows, start=1):
-                position = file.size_bytes * number // parquet.metadata.num_rows
-                with skipped.skipping(f"{file.path}:{number}"):
-                    row = {name: _plain(batch.column(name)[index], source.conversations) for name in columns}
-                    yield read_row(row, number, file, position, source)
-    except (arrow.ArrowException, OSError) as error:
-        kind = "rest of a damaged Parquet file" if number else "not Parquet"
-        skipped.add(kind, f"{file.path}:{number + 1} ({error})")
-
-
-def import_pyarrow(source: SourceKeys) -> Any:
-    """The package pyarrow with its reader of Parquet.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    needed_by = f"{source.where}.source = 'parquet'"
-    import_extra("pyarrow.parquet", extra="parquet", needed_by=needed_by)
-    return import_extra("pyarrow", extra="parquet", needed_by=needed_by)
-
-
-def _plain(value: Any, nested: bool) -> Any:
-    """An arrow scalar as a Python value; a list as an array unless `nested`: token ids come by the million."""
-    items: Any = None if nested else getattr(value, "values", None)  # a list's; a struct has a method of this name
-    return items.to_numpy(zero_copy_only=False) if hasattr(items, "to_numpy") else value.as_py()
 
 
 def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus import rows
+from torchtitan_cp.data.corpus import parquet, rows
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
 from torchtitan_cp.data.errors import DataError
 
@@ -29,11 +29,13 @@ class Source:
         find: yields the files, in an order that depends only on their names, those of a folder one after the other.
         read: yields the documents of a file.
         expects: what `path` should be, for messages.
+        version: counts the changes of what `read` yields for the same files, whose tokens are then made again.
     """
 
     find: Callable[[SourceKeys], Iterator[SourceFile]]
     read: Callable[[SourceFile, SourceKeys, SkippedRecords], Iterator[Document]]
     expects: str
+    version: int = 0
 
 
 def find_files(source: SourceKeys) -> Iterator[SourceFile]:
@@ -80,7 +82,7 @@ def _find_at_path(source: SourceKeys, suffixes: tuple[str, ...]) -> Iterator[Sou
 
 
 def _find_parquet(source: SourceKeys) -> Iterator[SourceFile]:
-    rows.import_pyarrow(source)
+    parquet.import_pyarrow(source)
     return _find_at_path(source, (".parquet",))
 
 
@@ -119,11 +121,15 @@ def _regular(path: Path, root: Path) -> Iterator[SourceFile]:
 
 
 def _read_text(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
-    """The whole file as one document, strictly UTF-8; nothing for an empty file."""
+    """The whole file as one document, strictly UTF-8, without a byte order mark; nothing for an empty file.
+
+    Raises:
+        DataError: as SkippedRecords.add_unreadable.
+    """
     try:
-        text = file.path.read_bytes().decode("utf-8")
+        text = file.path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        skipped.add(f"unreadable file ({error.strerror})", str(file.path))
+        skipped.add_unreadable(error, file)
     except UnicodeDecodeError as error:
         skipped.add("not UTF-8", f"{file.path}:{error.object.count(bytes([10]), 0, error.start) + 1}")
     else:
@@ -173,10 +179,10 @@ def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[ast.FunctionDef |
 TEXT = "a folder of text files, or a glob such as 'corpus/**/*.txt'"
 JSONL = "*.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob"
 SOURCES = {
-    "python-stdlib": Source(_find_stdlib, _read_text, TEXT),
-    "text": Source(partial(_find_at_path, suffixes=("",)), _read_text, TEXT),
+    "python-stdlib": Source(_find_stdlib, _read_text, TEXT, version=1),
+    "text": Source(partial(_find_at_path, suffixes=("",)), _read_text, TEXT, version=1),
     "jsonl": Source(partial(_find_at_path, suffixes=rows.JSONL_SUFFIXES), rows.read_jsonl, JSONL),
-    "parquet": Source(_find_parquet, rows.read_parquet, "*.parquet files: a folder, a file or a glob"),
+    "parquet": Source(_find_parquet, parquet.read_parquet, "*.parquet files: a folder, a file or a glob"),
     "python-docstrings": Source(_find_stdlib, _read_docstrings, TEXT),
     "huggingface": Source(rows.find_dataset, rows.read_dataset, "a dataset's name, or a folder that holds one"),
 }
