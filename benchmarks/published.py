@@ -1,4 +1,4 @@
-"""The planner beside figures that others published: the table of docs/planner.md, and what it assumes.
+"""The planner beside figures that others published: the table of benchmarks/results/published.md, and what it assumes.
 
 Where a setup has something that we lack, ours takes what comes nearest, and a note says so. No rate was fitted to a
 row that is judged: torchtitan's cards ran at 500 W, and their rates come from its own runs of 8K, which are marked.

@@ -1,4 +1,4 @@
-"""The pages that people read, and the commands in them."""
+"""The pages that people read, the files of measurements, and the commands in both."""
 
 import re
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+RESULTS = sorted((REPOSITORY / "benchmarks" / "results").glob("*.md"))
 PROGRAMS = (
     r"\./run_train\.sh",
     r"sbatch .*\.sh",
@@ -34,7 +35,11 @@ def commands_of(page: str) -> Iterator[str]:
             yield whole
 
 
-COMMANDS = [(page.name, command) for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))]
+COMMANDS = [
+    (f"results/{page.name}" if page in RESULTS else page.name, command)
+    for page in [*PAGES, *RESULTS]
+    for command in commands_of(page.read_text(encoding="utf-8"))
+]
 
 RUN_BY_OTHERS = re.compile(
     r"python -m benchmarks(?!\.)|sbatch|torchtitan-cp (?:train|doctor)|--verify-parity"
