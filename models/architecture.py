@@ -47,8 +47,8 @@ class Architecture:
             `is_first` and `is_last`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,
             plan, window) and may be given `sinks=`, `scale=` and `softcap=`; `attend.sum_ranks(x, plan)` sums a tensor
             without gradient over the ranks that share each sequence; it is missing if no rank shares one.
-            `attend.add_loss(hidden, loss_sum)` gives hidden states with which a part before the last returns a loss of
-            its own, as a sum over tokens. A model with experts has `experts`, by number of the layer modules called
+            `attend.add_loss(hidden, loss_sum)` returns the hidden states and adds a loss of the model's own, a sum over
+            tokens. A model with experts has `experts`, by number of the layer modules called
             with (hidden `[T, E]`, chosen `[T, K]`, shares `[T, K]`) whose parameters have the experts in dim 0, and may
             have `router_biases`, by number of the layer fp32 buffers `[X]` added to scores for the choice alone.
         sharding: pattern of module names -> role in tensor parallelism (`torchtitan_cp/parallel/tensor.py`).

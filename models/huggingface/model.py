@@ -74,7 +74,7 @@ class HuggingFaceModel(nn.Module):
             # Before it is set to "default". The config of Hunyuan names another type.
             rotary.original_types = copy.copy(rotary.rope_type)
         self.is_first = self.is_last = True
-        self.sum_ranks = getattr(attend, "sum_ranks", None)
+        self.sum_ranks, self.add_loss = getattr(attend, "sum_ranks", None), getattr(attend, "add_loss", None)
         for name in args.look.routers if args.balance else ():
             self.get_submodule(name).register_forward_hook(self._keep_router_logits)
 
@@ -104,13 +104,16 @@ class HuggingFaceModel(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Any = None) -> Any:
         """See Llama."""
         balances = bool(self.args.balance and head and self.training)
-        self.shared.plans, self.shared.head, self.shared.router_logits = plan, head, [] if balances else None
+
+        def balanced_head(hidden: Tensor, output: nn.Module) -> Any:
+            loss_sum = self.args.balance * self._balance_loss(len(tokens), plan)
+            return head(self.add_loss(hidden, loss_sum), output)  # type: ignore[misc]
+
+        self.shared.plans, self.shared.head = plan, balanced_head if balances else head
+        self.shared.router_logits = [] if balances else None
         positions = positions.expand(tokens.shape)
         logits = self.causal(input_ids=tokens, position_ids=positions, use_cache=False, plans=plan).logits
         result, self.shared.result = self.shared.result, None
-        if balances:
-            loss_sum, *others = result
-            result = (loss_sum + self.args.balance * self._balance_loss(len(tokens), plan), *others)
         self.shared.router_logits = None  # not to be added to when backward recomputes the layers
         return result if head else logits
 

@@ -88,6 +88,10 @@ class Llama(nn.Module):
         cos, sin = self._rotations(positions)
         for layer in self.layers.values():
             hidden = layer(hidden, cos, sin, plan)
+        return self.finish(hidden, head)
+
+    def finish(self, hidden: Tensor, head: Head | None) -> Any:
+        """What forward returns, from the hidden states of the last layer that is kept."""
         if not self.is_last:
             return hidden
         hidden = self.norm(hidden)

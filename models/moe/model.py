@@ -17,7 +17,7 @@ from models.moe.flavors import MoeArgs
 
 
 class Moe(Llama):
-    """Llama with experts. The routers' losses join the sum that the head gives, which is divided by the step's tokens.
+    """Llama with experts, whose routers have losses.
 
     Let f[e] be the share of a sequence's choices that fell on expert e, p[t, e] the router's scores for token t, made
     to sum to one, and z[t] the log-sum-exp of its logits. The losses are the sums over layers and tokens of `balance` *
@@ -29,7 +29,7 @@ class Moe(Llama):
     Args:
         args: sizes; vocab_size must be set.
         attend: as Llama's; where a sequence lies on several ranks it has `sum_ranks(x, plan)`, the sum over these,
-            and where the last layers are on another rank `add_loss(hidden, loss_sum)`; see models/architecture.py.
+            and for training `add_loss(hidden, loss_sum)`; see models/architecture.py.
     """
 
     args: MoeArgs
@@ -62,23 +62,16 @@ class Moe(Llama):
         return self
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
-        """See Llama. What `head` returns is (sum of losses, ...), and the sum comes back with the routers' losses."""
+        """See Llama."""
         hidden = self.tok_embeddings(tokens) if self.is_first else tokens
         cos, sin = self._rotations(positions)
         router_losses = torch.zeros((), device=hidden.device)
         for layer in self.layers.values():
             hidden, layer_losses = layer(hidden, cos, sin, plan)
             router_losses = router_losses + layer_losses
-        if not self.is_last:
-            return self.add_loss(hidden, router_losses) if self.training else hidden
-        hidden = self.norm(hidden)
-        if head is None:
-            return self.output(hidden)
-        result = head(hidden, self.output)
-        if not self.training:
-            return result
-        loss_sum, *others = result
-        return (loss_sum + router_losses, *others)
+        if self.training:
+            hidden = self.add_loss(hidden, router_losses)
+        return self.finish(hidden, head)
 
 
 class MoeBlock(nn.Module):

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from torchtitan_cp.attention import ContextParallel, Plan
 from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.strategies import resolve_strategy
-from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Compile, Rope
 from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
@@ -31,10 +29,10 @@ from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Pipeline
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline
 from torchtitan_cp.parallel.stopwatch import Stopwatch
-from torchtitan_cp.parallel.tensor import vocabulary_shard
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import ResolvedRun
+from torchtitan_cp.training.step_loss import LossHead, add_loss, count_step, output_rows
 
 # (hidden `[B, S/cp, E]`, this rank's rows of the output matrix, labels `[B, S/cp]`, which rows those are) -> any result
 Compute = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
@@ -48,12 +46,12 @@ class LayerAttention:
         tp_mesh: this rank's tensor-parallel peers; None if it has none.
 
     Attributes:
-        loss_scale: derivative of a step's loss by each `loss_sum` given to `add_loss`, a scalar; set before backward.
+        step_tokens: of all ranks, a scalar; set before each step.
     """
 
     def __init__(self, tp_mesh: DeviceMesh | None = None) -> None:
         self.tp_mesh = tp_mesh
-        self.loss_scale: Tensor | None = None
+        self.step_tokens: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, **options: Any) -> Tensor:
         """Attention of a layer with this window; options as of `attend`."""
@@ -77,24 +75,8 @@ class LayerAttention:
         return total
 
     def add_loss(self, hidden: Tensor, loss_sum: Tensor) -> Tensor:
-        """Return `hidden` unchanged; backward treats `loss_sum`, a scalar, as a part of the step's loss.
-
-        Parts of the model before the last need this, since their losses do not reach the head.
-        """
-        return _AddLoss.apply(hidden, loss_sum, self)
-
-
-class _AddLoss(torch.autograd.Function):
-    """See LayerAttention.add_loss."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss_sum: Tensor, attend: LayerAttention) -> Tensor:
-        ctx.attend = attend
-        return hidden.clone()  # FSDP and zero-bubble schedules refuse a view as the output of a part
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        return gradient, ctx.attend.loss_scale, None
+        """Return `hidden` unchanged; backward also differentiates `loss_sum`, a scalar, over the tokens of the step."""
+        return add_loss(hidden, loss_sum, self.step_tokens)
 
 
 class StepSums(NamedTuple):
@@ -244,64 +226,47 @@ class ParallelModel:
                 vars(layer).update(functions)
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
-        """Forward and backward of a step.
-
-        The sum of losses is divided once, by what training.loss_normalization counts over all ranks. Losses that the
-        model adds, such as the balance of experts, are divided by all tokens of the step.
-        """
-        move = self.world.device.move
-        divisor, learned, tokens = self._count(micro_batches)
-        self.attend.loss_scale = 1 / tokens
+        """Forward and backward of a step, whose loss `training/step_loss.py` describes."""
+        counted = micro_batches if self.meshes.owns_tokens else ()
+        counts = count_step(counted, self.config.training.loss_normalization, self.device)
+        self.attend.step_tokens = counts.tokens
         loss_sum = torch.zeros((), device=self.device)
         self.token_loss.largest_logit = torch.full((), -torch.inf, device=self.device)
-
-        def run(forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Tensor:
-            weights = None if batch.weights is None else move(batch.weights)
-
-            def compute(*head: Any) -> tuple[Tensor, Tensor]:
-                total, losses = self.token_loss(*head, weights)
-                return total * (tokens / divisor.clamp_min(1)), losses
-
-            result = self._forward(forward, state, batch, compute)
-            if isinstance(result, Tensor):
-                return result
-            losses = result[1]
-            loss_sum.add_((losses if weights is None else losses * weights).sum())
-            if self.observe:
-                self.observe(batch, losses)
-            return result[0] / tokens
-
+        train_part = partial(self._train_part, counts.divisor, loss_sum)
         if self.pipeline:
-            self.pipeline.step(micro_batches, self._hidden(micro_batches[0]), run)
+            self.pipeline.train_step(micro_batches, self._hidden(micro_batches[0]), train_part)
         else:
             for number, batch in enumerate(micro_batches, 1):
                 # Every FSDP group has gradients in the last micro-batch too, so none keeps a sum for the next step.
                 if self.meshes.degrees.dp_replicate > 1 and self.config.replicas_sum_once:
                     self.parts[0].set_requires_all_reduce(number == len(micro_batches))  # type: ignore[operator]
                 with self.watches["forward"].running():
-                    loss = run(self.parts[0], None, batch)
+                    loss = train_part(self.parts[0], None, batch)
                 with self.watches["backward"].running():
                     loss.backward()
-        return StepSums(loss_sum * self.meshes.owns_loss, divisor, learned, self.token_loss.largest_logit)
+        sums = loss_sum * self.meshes.owns_loss, counts.divisor, counts.learned_tokens, self.token_loss.largest_logit
+        return StepSums(*sums)
 
-    def _count(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
-        """Over all ranks, the divisor of a step's loss, its learned tokens and all its tokens, `[3]` int64.
+    def _train_part(
+        self, divisor: Tensor, loss_sum: Tensor, forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch
+    ) -> Tensor:
+        """Forward of one part on a micro-batch of a step.
 
-        With l[t] the loss of a learned token, the step's loss is sum l[t] / learned tokens (`token`), sum l[t] / all
-        tokens (`batch_tokens`), or the sum of l[t] / (learned tokens of t's document in its sequence) over the number
-        of documents that have any (`conversation`).
+        Args:
+            divisor: of the losses of tokens; see LossHead.
+            loss_sum: the last part adds its losses to it, for the records.
+
+        Returns:
+            hidden states; from the last part a scalar to call backward on.
         """
-        counts = np.zeros(3)
-        for batch in micro_batches if self.meshes.owns_tokens else ():
-            learned, tokens = int((batch.labels != IGNORED).sum()), batch.labels.numel()
-            # The weights of a document add up to 1 over its ranks, up to rounding.
-            documents = 0.0 if batch.weights is None else float(batch.weights.double().sum())
-            divisors = {"token": learned, "conversation": documents, "batch_tokens": tokens}
-            counts += divisors[self.config.training.loss_normalization], learned, tokens
-        # Filled on the device, since copying numbers from pageable memory would make the host wait.
-        summed = torch.stack([torch.full((), x, dtype=torch.float64, device=self.device) for x in counts.tolist()])
-        dist.all_reduce(summed)
-        return summed.round_().long()
+        weights = None if batch.weights is None else self.world.device.move(batch.weights)
+        head = LossHead(self.token_loss, self.world.device.move(batch.labels), weights, divisor)
+        out: Tensor = self._forward_part(forward, hidden, batch, head)
+        if head.losses is not None:
+            loss_sum.add_(head.weighted_sum())
+            if self.observe:
+                self.observe(batch, head.losses)
+        return out
 
     @torch.no_grad()
     def forward(self, batch: MicroBatch, compute: Compute) -> Any:
@@ -309,30 +274,34 @@ class ParallelModel:
 
         Collective.
         """
-        run = partial(self._forward, compute=compute)
+        measure_part = partial(self._measure_part, compute)
         if self.pipeline:
-            return self.pipeline.evaluate(batch, self._hidden(batch), run)
-        return run(self.parts[0], None, batch)
+            return self.pipeline.evaluate(batch, self._hidden(batch), measure_part)
+        return measure_part(self.parts[0], None, batch)
 
-    def _forward(self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, compute: Compute) -> Any:
-        """Forward of one part on a micro-batch.
-
-        Args:
-            state: hidden states of the previous part; None for the first part, which reads the tokens.
-            compute: what the last part computes from its hidden states.
-
-        Returns:
-            the result of `compute` on the last part, hidden states on the others.
-        """
-        move = self.world.device.move
-        tokens, labels, positions = (move(x) for x in (batch.tokens, batch.labels, batch.positions))
+    def _measure_part(
+        self, compute: Compute, forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch
+    ) -> Any:
+        """Forward of one part without a loss: hidden states; from the last part the result of `compute`."""
+        labels = self.world.device.move(batch.labels)
 
         def head(hidden: Tensor, output: nn.Linear) -> Any:
-            hidden, weight, group, first = vocabulary_shard(hidden, output.weight)
-            vocabulary = VocabularyShard(group, first) if group else None
+            hidden, weight, vocabulary = output_rows(hidden, output)
             return compute(hidden, weight, labels, vocabulary)
 
-        return forward(tokens if state is None else state, positions, batch.plans, head)
+        return self._forward_part(forward, hidden, batch, head)
+
+    def _forward_part(
+        self, forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch, head: Callable[..., Any]
+    ) -> Any:
+        """Call one part of the model on a micro-batch.
+
+        Args:
+            hidden: states of the previous part; None for the first part, which reads the tokens.
+            head: ends the last part: (hidden states, output layer) -> result.
+        """
+        move = self.world.device.move
+        return forward(move(batch.tokens) if hidden is None else hidden, move(batch.positions), batch.plans, head)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """An empty tensor like those that pipeline stages send each other, on the meta device."""

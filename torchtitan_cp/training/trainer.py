@@ -311,7 +311,7 @@ class Trainer:
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
         """Forward and backward of the next step, and its report over all ranks. Collective."""
-        return self.step_runner.run(self.progress, micro_batches)
+        return self.step_runner.compute_gradients(self.progress, micro_batches)
 
     def _update(self, stage: ResolvedStage, report: StepReport, lr: float) -> None:
         """Run the optimizers, and count the step."""

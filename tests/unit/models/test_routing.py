@@ -137,12 +137,12 @@ def test_the_exported_weight_gives_the_balance_loss_its_value_in_transformers() 
     assert HUB.config(args)["router_aux_loss_coef"] * theirs == pytest.approx(args.n_layers * ours.item())
 
 
-def test_an_added_loss_has_the_scale_of_the_step_and_leaves_the_hidden_states() -> None:
+def test_a_loss_of_the_model_is_divided_by_the_tokens_of_the_step_and_leaves_the_hidden_states() -> None:
     attend = LayerAttention()
+    attend.step_tokens = torch.tensor(8)
     hidden, weight = torch.randn(2, 3, requires_grad=True), torch.tensor(5.0, requires_grad=True)
     out = attend.add_loss(hidden, weight.square() + hidden.sum())
     assert torch.equal(out, hidden)
-    attend.loss_scale = torch.tensor(0.125)
     out.backward(torch.full((2, 3), 7.0))
     assert weight.grad == 10 * 0.125
     assert torch.equal(hidden.grad, torch.full((2, 3), 7.125))
