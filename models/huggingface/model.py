@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from models.architecture import Attend, Head, LanguageModel
 from models.huggingface.args import HuggingFaceArgs, parse_config
 from models.huggingface.attention import NAME as ATTENTION
 from models.huggingface.init import Initializer
@@ -23,7 +24,7 @@ FULL = "full_attention"  # the layer type whose frequencies a stage changes
 BIASES = ("e_score_correction_bias", "expert_bias")  # names of buffers
 
 
-class HuggingFaceModel(nn.Module):
+class HuggingFaceModel(LanguageModel):
     """Parameters and modules have the names that transformers gives them.
 
     Where config.json has `output_router_logits`, `router_aux_loss_coef` times the balance loss of transformers joins
@@ -48,9 +49,9 @@ class HuggingFaceModel(nn.Module):
     causal: Any
     layers: nn.ModuleDict
     tok_embeddings: nn.Module
-    output: nn.Module
+    output: nn.Linear
 
-    def __init__(self, args: HuggingFaceArgs, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, args: HuggingFaceArgs, attend: Attend) -> None:
         super().__init__()
         self.args, self.shared = args, SimpleNamespace(plans=None, head=None, result=None, router_logits=None)
         config = parse_config(args.sizes)
@@ -74,7 +75,7 @@ class HuggingFaceModel(nn.Module):
             # Before it is set to "default". The config of Hunyuan names another type.
             rotary.original_types = copy.copy(rotary.rope_type)
         self.is_first = self.is_last = True
-        self.sum_ranks, self.add_loss = getattr(attend, "sum_ranks", None), getattr(attend, "add_loss", None)
+        self.sum_ranks, self.add_loss = attend.sum_ranks, attend.add_loss
         for name in args.look.routers if args.balance else ():
             self.get_submodule(name).register_forward_hook(self._keep_router_logits)
 
@@ -101,13 +102,14 @@ class HuggingFaceModel(nn.Module):
         """See Llama; there is no pipeline here, so all layers are kept."""
         assert (first, stop) == (0, len(self.layers))
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Any = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
         """See Llama."""
         balances = bool(self.args.balance and head and self.training)
 
-        def balanced_head(hidden: Tensor, output: nn.Module) -> Any:
+        def balanced_head(hidden: Tensor, output: nn.Linear) -> Any:
+            assert head
             loss_sum = self.args.balance * self._balance_loss(len(tokens), plan)
-            return head(self.add_loss(hidden, loss_sum), output)  # type: ignore[misc]
+            return head(self.add_loss(hidden, loss_sum), output)
 
         self.shared.plans, self.shared.head = plan, balanced_head if balances else head
         self.shared.router_logits = [] if balances else None

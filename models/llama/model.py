@@ -5,27 +5,23 @@ unread, and says which window the layer has. Names follow the published checkpoi
 et al., 2023; Dubey et al., 2024; the options, Qwen2 (Yang et al., 2024), Qwen3 and gpt-oss (2025).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.architecture import Attend, Head, LanguageModel
 from models.llama.flavors import LlamaArgs
 
-Attend = Callable[..., Tensor]
-Head = Callable[[Tensor, nn.Linear], Any]
 
-
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """A decoder over tokens whose global positions are given, so that a shard of a sequence is enough.
 
     Args:
         args: sizes; vocab_size must be set.
-        attend: (q `[B, S/cp, Hq, D]`, k `[B, S/cp, Hkv, D]`, v `[B, S/cp, Hkv, D]`, plan, window)
-            -> `[B, S/cp, Hq, D]`; window counts the keys that a query sees, 0 for all. With sinks it also
-            gets `sinks=` `[Hq]`.
+        attend: what mixes tokens. With sinks it also gets `sinks=` `[Hq]`.
     """
 
     norm_type: type[nn.Module] = nn.RMSNorm

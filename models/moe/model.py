@@ -4,7 +4,7 @@ Source: OLMoE (Muennighoff et al., 2024), Qwen3 (2025), DeepSeek-V3 (2024); the 
 et al., 2021), over each sequence by itself as in DeepSeek-V3, section 2.1.2; the z-loss, ST-MoE (Zoph et al., 2022).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.llama.model import Attend, Attention, FeedForward, Head, Llama
+from models.architecture import Attend, Head
+from models.llama.model import Attention, FeedForward, Llama
 from models.moe.flavors import MoeArgs
 
 
@@ -28,15 +29,14 @@ class Moe(Llama):
 
     Args:
         args: sizes; vocab_size must be set.
-        attend: as Llama's; where a sequence lies on several ranks it has `sum_ranks(x, plan)`, the sum over these,
-            and for training `add_loss(hidden, loss_sum)`; see models/architecture.py.
+        attend: what mixes tokens.
     """
 
     args: MoeArgs
 
     def __init__(self, args: MoeArgs, attend: Attend) -> None:
         super().__init__(args, attend)
-        self.add_loss: Any = getattr(attend, "add_loss", None)
+        self.add_loss = attend.add_loss
 
     def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
         """See Llama."""
@@ -87,7 +87,7 @@ class MoeBlock(nn.Module):
         self.experts = Experts(args)
         shared = replace(args, ffn_dim=args.n_shared_experts * args.ffn_dim)
         self.shared_experts = FeedForward(shared) if args.n_shared_experts else None
-        self.sum_ranks = getattr(attend, "sum_ranks", None)
+        self.sum_ranks = attend.sum_ranks
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
         """Hidden states, and in training the losses of the router: a sum over this rank's tokens, fp32."""
@@ -112,19 +112,20 @@ class MoeBlock(nn.Module):
         return out + self.shared_experts(x) if self.shared_experts else out
 
 
-def balance_loss(scores: Sequence[Tensor], chosen: Iterable[Tensor], sum_ranks: Any, plan: Any) -> Tensor:
+def balance_loss(
+    scores: Sequence[Tensor], chosen: Iterable[Tensor], sum_ranks: Callable[[Tensor, Any], Tensor], plan: Any
+) -> Tensor:
     """X times the sum over tokens t and experts e of f[e] p[t, e], with f and p as in Moe, f counted over all layers.
 
     Args:
         scores: p of each layer, `[B, S/cp, X]` fp32; a token's sum to one.
         chosen: the experts of all tokens in each layer, `[B, S/cp K]` int64.
-        sum_ranks: `attend.sum_ranks`; None if no ranks share a sequence.
+        sum_ranks: as of Attend.
     """
     counts = torch.zeros_like(scores[0][:, 0], dtype=torch.int64)
     for experts in chosen:
         counts = counts.scatter_add(1, experts, torch.ones_like(experts))
-    if sum_ranks:
-        counts = sum_ranks(counts, plan)
+    counts = sum_ranks(counts, plan)
     shares = counts / counts.sum(-1, keepdim=True)
     return shares.shape[-1] * torch.stack([torch.einsum("bse,be->", p, shares) for p in scores]).sum()
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.llama.model import Attend, Attention, Block, Llama, rotate
+from models.architecture import Attend
+from models.llama.model import Attention, Block, Llama, rotate
 from models.qwen3_5.flavors import HybridArgs
 
 
@@ -30,9 +31,7 @@ class Hybrid(Llama):
 
     Args:
         args: sizes; vocab_size must be set.
-        attend: as Llama's, with `causal_conv(x, weight, plan, activation="silu")`, x `[B, S/cp, C]`, weight `[C, W]`,
-            and `gated_delta_rule(q, k, v, g, beta, plan, qk_l2norm=True)`, q and k `[B, S/cp, Hk, K]`,
-            v `[B, S/cp, Hv, V]`, g and beta `[B, S/cp, Hv]` -> `[B, S/cp, Hv, V]`.
+        attend: what mixes tokens.
     """
 
     args: HybridArgs
@@ -74,7 +73,7 @@ class GatedAttention(Attention):
 class GatedDeltaNet(nn.Module):
     """A short convolution of queries, keys and values, the gated delta rule, and a gated norm of each head."""
 
-    def __init__(self, args: HybridArgs, attend: Any) -> None:
+    def __init__(self, args: HybridArgs, attend: Attend) -> None:
         super().__init__()
         self.key_dim, self.value_dim = args.linear_key_dim, args.linear_value_dim
         self.sizes = [args.linear_key_heads * self.key_dim] * 2 + [args.linear_value_heads * self.value_dim]

@@ -17,6 +17,7 @@ from torchtitan_cp.checkpoint.save import sync
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.data.corpus.chat import CONFIG_FILE, ChatTemplate
@@ -25,7 +26,7 @@ from torchtitan_cp.data.corpus.tokenizer import SPACE_MARK, SentencePieceTokeniz
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training.chat import chat_templates_of, end_tokens_of
 from torchtitan_cp.training.data_pipeline import tokenizer_of
-from torchtitan_cp.training.registry import args_from, config_for_hub, hub_config, hub_of, start_folder
+from torchtitan_cp.training.registry import args_from, config_for_hub, hub_config, hub_of, sizes_of, start_folder
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _length(saved: SavedModel, args: Any) -> int:
+def _length(saved: SavedModel, args: ModelArgs) -> int:
     """Length to write: of the last stage, or of the checkpoint the run started from if that is longer.
 
     The latter holds only while the stage has that checkpoint's rotary embedding.
@@ -128,12 +129,14 @@ def _length(saved: SavedModel, args: Any) -> int:
     length, rope, model = saved.stage.seq_len, saved.stage.rope, saved.config.model
     if not (model.hub_checkpoint and model.load_weights):
         return length
-    start = args.config if hub_of(model).load else hub_config(model)
+    start = sizes_of(args)["config"] if hub_of(model).load else hub_config(model)
     start_length = start.get("text_config", start).get("max_position_embeddings") or 0
     return length if rope and rope_changes(start, rope, args.rotary_dim) else max(length, start_length)
 
 
-def _by_names(args: Any, names: Mapping[str, str], name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def _by_names(
+    args: ModelArgs, names: Mapping[str, str], name: str, tensor: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """A `ToHub` for an architecture with `Hub.names`. A tied output is stored as the embedding only."""
     if args.tie_embeddings and name == "output.weight":
         return {}
@@ -160,7 +163,7 @@ def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dty
 
 
 def _write_settings(
-    saved: SavedModel, config: dict[str, Any], args: Any, length: int, tokenizer: Tokenizer, dtype: str, out: Path
+    saved: SavedModel, config: dict[str, Any], args: ModelArgs, length: int, tokenizer: Tokenizer, dtype: str, out: Path
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer's files and the chat template.
 

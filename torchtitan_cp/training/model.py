@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torchtitan_cp.attention import ContextParallel, Plan
 from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.strategies import resolve_strategy
+from torchtitan_cp.config.contract import LanguageModel, ModelArgs
 from torchtitan_cp.config.sections import Compile, Rope
 from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
@@ -102,12 +103,20 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def set_rope(model: Any, args: Any, rope: Rope | None, seq_len: int, device: torch.device) -> None:
+def set_rope(model: LanguageModel, args: ModelArgs, rope: Rope | None, seq_len: int, device: torch.device) -> None:
     """Set the rotary embedding of a stage with sequences of `seq_len` tokens; None: the model's own, or the default."""
-    if rope is None and hasattr(model, "reset_rope"):
-        model.reset_rope(seq_len, device)
+    reset_rope = getattr(model, "reset_rope", None)
+    if rope is None and reset_rope:
+        reset_rope(seq_len, device)
     else:
         model.set_rope(*rope_frequencies(rope or Rope(), args.rotary_dim, seq_len), device)
+
+
+class Parts(nn.ModuleList):
+    """A rank's parts of the model, in order of their layers."""
+
+    def __iter__(self) -> Iterator[LanguageModel]:
+        return cast(Iterator[LanguageModel], super().__iter__())
 
 
 class ParallelModel:
@@ -141,7 +150,7 @@ class ParallelModel:
         settings, mesh = config.parallel, meshes.pp
         self.layers = plan_pipeline(settings, mesh.size(), layer_costs(args, run.longest))
         sharding = registry.architecture(config.model).sharding
-        self.parts = nn.ModuleList()
+        self.parts = Parts()
         self.attend = LayerAttention(meshes.tp)
         self.routing = RoutingSums(args.n_layers, args.n_experts, self.device)
         experts = meshes.experts if settings.ep > 1 else None
@@ -213,8 +222,9 @@ class ParallelModel:
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
         """Run blocks and loss without torch.compile, since hooks inside compiled blocks would not run."""
-        layers = [layer for part in self.parts for layer in part.layers.values()]  # type: ignore[operator]
-        compiled = [{name: vars(layer)[name] for name in ("forward", "mlp") if name in vars(layer)} for layer in layers]
+        layers = [layer for part in self.parts for layer in part.layers.values()]
+        names = "forward", "mlp"
+        compiled = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
         if self.config.compile.enable:
             self._wrap_blocks(Compile(enable=False))
         compiled_losses, self.token_loss.compiled_losses = self.token_loss.compiled_losses, None
@@ -323,8 +333,9 @@ class ParallelModel:
                 optimizer.step()
             self.zero_grad()
         rate = self.config.training.router_bias_update
-        for part in self.parts if routing and rate else ():
-            update_router_biases(part.router_biases, routing.counts, rate)  # type: ignore[arg-type, union-attr]
+        if routing and rate:
+            for part in self.parts:
+                update_router_biases(part.router_biases, routing.counts, rate)
 
     def pop_timings(self) -> dict[str, float]:
         """Seconds since the last call, by name.
@@ -358,7 +369,7 @@ class ParallelModel:
     def _group_parameters(self) -> list[list[nn.Parameter]]:
         """This rank's parameters by block, those outside blocks last; none is counted twice over the pipeline."""
         groups: list[list[nn.Parameter]] = [[] for _ in range(self.args.n_layers + 1)]
-        layers = [layer for part in self.parts for layer in part.layers.items()]  # type: ignore[operator, union-attr]
+        layers = [layer for part in self.parts for layer in part.layers.items()]
         numbers = {parameter: int(number) for number, layer in layers for parameter in layer.parameters()}
         for _, parameter in self.pipeline.unique_parameters() if self.pipeline else self.parts[0].named_parameters():
             groups[numbers.get(parameter, -1)].append(parameter)

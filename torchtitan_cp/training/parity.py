@@ -26,6 +26,7 @@ from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.doctor import by_layer, difference
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
+from torchtitan_cp.config.contract import Attend, LanguageModel
 from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import ResolvedStage
@@ -205,9 +206,9 @@ def single_model(
     trainer: Trainer,
     stage: ResolvedStage,
     weights: dict[str, Tensor],
-    attention: Callable[..., Tensor],
+    attention: Attend,
     dtype: torch.dtype,
-) -> Any:
+) -> LanguageModel:
     """The whole model on this rank, with these weights and this attention."""
     args, device = trainer.model.args, trainer.device.device
     model = registry.architecture(trainer.config.model).build(args, attention)

@@ -7,12 +7,12 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.checkpoint.hub import files_by_tensor, fill_rope, hub_rope, load_parts
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
+from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage
 from torchtitan_cp.curriculum import ResolvedStage, check_head_dim, resolve_stages
@@ -39,7 +39,7 @@ class ResolvedRun:
     ranks: int
     stages: tuple[ResolvedStage, ...]
     degrees: tuple[Degrees, ...]
-    model_args: Any
+    model_args: PlannedArgs
 
     @property
     def longest(self) -> int:
@@ -51,7 +51,7 @@ class ResolvedRun:
         return replace(self.config, activation=stage.activation).with_keys(parallel={"tp": stage.tp, "pp": stage.pp})
 
 
-def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedRun:
+def resolve_run(config: Config, ranks: int, model_args: PlannedArgs | None = None) -> ResolvedRun:
     """Resolve a config for a number of ranks, or refuse it. Every rule is reached from here:
 
     - `config.check.check_config`: rules between keys. The product of the degrees (`config.degrees.resolve_degrees`),
@@ -103,7 +103,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     return ResolvedRun(config, ranks, stages, degrees, model_args)
 
 
-def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
+def fit_vocabulary(run: ResolvedRun, size: int) -> PlannedArgs:
     """The model's sizes, with an embedding for every token id.
 
     Args:
@@ -133,7 +133,7 @@ def with_defaults(config: Config) -> Config:
     config = replace(config, data=_with_limits(config.data, stages))
     takes_any, has_hub = registry.architecture(model).args_of, registry.has_hub_config(model)
     if has_hub and any(stage.rope for stage in stages):
-        hub = registry.model_args_of(model).config if takes_any else registry.hub_config(model)
+        hub = registry.sizes_of(registry.model_args_of(model))["config"] if takes_any else registry.hub_config(model)
         stages = tuple(replace(stage, rope=stage.rope and fill_rope(stage.rope, hub)) for stage in stages)
     if not takes_any and not all(stage.rope for stage in stages):
         rope = hub_rope(registry.hub_config(model)) if has_hub else Rope()
@@ -199,7 +199,7 @@ def check_files(config: Config) -> None:
     check_dump_folder(config.job.dump_folder)
 
 
-def check_hub_weights(config: Config, args: Any) -> None:
+def check_hub_weights(config: Config, args: PlannedArgs) -> None:
     """Check that model.hub_checkpoint has weights, unless the run resumes. With `hub.load`, they must fit these args.
 
     Raises:
@@ -210,5 +210,5 @@ def check_hub_weights(config: Config, args: Any) -> None:
     if config.model.hub_checkpoint and config.model.load_weights and folder.is_dir() and not resumes:
         files_by_tensor(folder)
         hub = registry.architecture(config.model).hub
-        if hub.load:
+        if hub and hub.load:
             load_parts(folder, [registry.empty_model(config.model, args)], (), hub, lambda *_, **__: True)

@@ -14,6 +14,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.config.check import CHECKPOINTS
+from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
@@ -56,7 +57,9 @@ class Trainer:
         announced_stage, evaluated_stage: index of the last stage that this process announced or evaluated; -1: none.
     """
 
-    def __init__(self, config: Config, world: World, model_args: Any = None, stage_index: int | None = None) -> None:
+    def __init__(
+        self, config: Config, world: World, model_args: PlannedArgs | None = None, stage_index: int | None = None
+    ) -> None:
         run = resolve_run(config, world.size, model_args)
         self.config = config = run.config
         self.world, self.device, self.stages = world, world.device, run.stages

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.architecture import Architecture
+from models.architecture import Architecture, Attend, Head, LanguageModel
 from models.llama.flavors import LlamaArgs
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, losses, train, write_run
@@ -27,7 +27,7 @@ class LinearShape(LlamaArgs):
 
 
 class LinearBlock(nn.Module):
-    def __init__(self, shape: LinearShape, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, shape: LinearShape, attend: Attend) -> None:
         super().__init__()
         self.shape, self.attend = shape, attend
         self.qkv = nn.Linear(shape.dim, 3 * shape.dim, bias=False)
@@ -42,8 +42,8 @@ class LinearBlock(nn.Module):
         return hidden + self.down(nn.functional.leaky_relu(self.up(hidden), self.shape.slope))
 
 
-class LinearModel(nn.Module):
-    def __init__(self, shape: LinearShape, attend: Callable[..., Tensor]) -> None:
+class LinearModel(LanguageModel):
+    def __init__(self, shape: LinearShape, attend: Attend) -> None:
         super().__init__()
         self.is_first = self.is_last = True
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
@@ -59,7 +59,7 @@ class LinearModel(nn.Module):
     def init_std(self, parameter: str) -> float | None:
         return 0.05
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Any = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
         hidden = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             hidden = layer(hidden, plan)

@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_token_gets_the_shared_sum_of_its_experts(option: str) -> None:
     shape = MoeArgs(8, 1, 2, 1, 4, 12, 97, n_experts=5, experts_per_token=3, **OPTIONS[option])
-    block = MoeBlock(shape, lambda *_: torch.zeros(()), 0).double()
+    block = MoeBlock(shape, Attend(), 0).double()
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter)
     bias = torch.zeros(5)
