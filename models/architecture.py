@@ -16,7 +16,7 @@ Head = Callable[[Tensor, nn.Linear], Any]  # (hidden `[B, S/cp, E]`, output laye
 class Attend(Protocol):
     """What mixes tokens, which the trainer hands to a model.
 
-    `plan` is what the model's forward was given; the model passes it through unread.
+    `plans` is what the model's forward was given; the model passes it through unread.
     """
 
     def __call__(
@@ -24,7 +24,7 @@ class Attend(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plan: Any,
+        plans: Any,
         window: int,
         /,
         *,
@@ -46,17 +46,17 @@ class Attend(Protocol):
         """
         ...
 
-    def causal_conv(self, x: Tensor, weight: Tensor, plan: Any, /, *, activation: str) -> Tensor:
+    def causal_conv(self, x: Tensor, weight: Tensor, plans: Any, /, *, activation: str) -> Tensor:
         """A causal depthwise convolution within documents; x `[B, S/cp, C]`, weight `[C, W]`; activation "silu"."""
         ...
 
     def gated_delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: Any, /, *, qk_l2norm: bool
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plans: Any, /, *, qk_l2norm: bool
     ) -> Tensor:
         """The recurrence; q and k `[B, S/cp, Hk, K]`, v `[B, S/cp, Hv, V]`, g and beta `[B, S/cp, Hv]`."""
         ...
 
-    def sum_ranks(self, x: Tensor, plan: Any, /) -> Tensor:
+    def sum_ranks(self, x: Tensor, plans: Any, /) -> Tensor:
         """Sum a tensor without gradient over the ranks that share each sequence."""
         ...
 
@@ -222,13 +222,13 @@ class LanguageModel(nn.Module):
     is_first: bool
     is_last: bool
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
         """Run the network.
 
         Args:
             tokens: `[B, S/cp]` int64; where the first layers are not kept, hidden states `[B, S/cp, E]`.
             positions: `[S/cp]` or `[B, S/cp]` int64, position of each token for RoPE.
-            plan: passed to attention.
+            plans: passed to attention.
             head: lets a loss make its logits in chunks.
 
         Returns:

@@ -102,19 +102,19 @@ class HuggingFaceModel(LanguageModel):
         """See Llama; there is no pipeline here, so all layers are kept."""
         assert (first, stop) == (0, len(self.layers))
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
         """See Llama."""
         balances = bool(self.args.balance and head and self.training)
 
         def balanced_head(hidden: Tensor, output: nn.Linear) -> Any:
             assert head
-            loss_sum = self.args.balance * self._balance_loss(len(tokens), plan)
+            loss_sum = self.args.balance * self._balance_loss(len(tokens), plans)
             return head(self.add_loss(hidden, loss_sum), output)
 
-        self.shared.plans, self.shared.head = plan, balanced_head if balances else head
+        self.shared.plans, self.shared.head = plans, balanced_head if balances else head
         self.shared.router_logits = [] if balances else None
         positions = positions.expand(tokens.shape)
-        logits = self.causal(input_ids=tokens, position_ids=positions, use_cache=False, plans=plan).logits
+        logits = self.causal(input_ids=tokens, position_ids=positions, use_cache=False, plans=plans).logits
         result, self.shared.result = self.shared.result, None
         self.shared.router_logits = None  # not to be added to when backward recomputes the layers
         return result if head else logits
@@ -123,12 +123,12 @@ class HuggingFaceModel(LanguageModel):
         if self.shared.router_logits is not None:
             self.shared.router_logits.append(output[0] if isinstance(output, tuple) else output)
 
-    def _balance_loss(self, rows: int, plan: Any) -> Tensor:
+    def _balance_loss(self, rows: int, plans: object) -> Tensor:
         """The balance loss times the number of tokens on this rank, fp32."""
         logits, count = self.shared.router_logits, self.args.experts_per_token
         probabilities = [x.float().softmax(-1).view(rows, -1, x.shape[-1]) for x in logits]
         chosen = (x.topk(count, -1).indices.flatten(1) for x in probabilities)
-        return balance_loss(probabilities, chosen, self.sum_ranks, plan) * count / len(logits)
+        return balance_loss(probabilities, chosen, self.sum_ranks, plans) * count / len(logits)
 
     def _run_head(self, output: nn.Module) -> Callable[[Tensor], Tensor]:
         """A forward for the output layer: if the model was called with a head, it runs the head on the hidden states.

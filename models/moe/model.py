@@ -61,13 +61,13 @@ class Moe(Llama):
             bias.zero_()
         return self
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
         """See Llama."""
         hidden = self.tok_embeddings(tokens) if self.is_first else tokens
         cos, sin = self._rotations(positions)
         router_losses = torch.zeros((), device=hidden.device)
         for layer in self.layers.values():
-            hidden, layer_losses = layer(hidden, cos, sin, plan)
+            hidden, layer_losses = layer(hidden, cos, sin, plans)
             router_losses = router_losses + layer_losses
         if self.training:
             hidden = self.add_loss(hidden, router_losses)
@@ -89,19 +89,19 @@ class MoeBlock(nn.Module):
         self.shared_experts = FeedForward(shared) if args.n_shared_experts else None
         self.sum_ranks = attend.sum_ranks
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plans: object) -> tuple[Tensor, Tensor]:
         """Hidden states, and in training the losses of the router: a sum over this rank's tokens, fp32."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, plan)
+        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, plans)
         has_losses = self.training and (self.args.balance or self.args.router_z_loss)
-        losses = self.router_losses(hidden, plan) if has_losses else torch.zeros((), device=hidden.device)
+        losses = self.router_losses(hidden, plans) if has_losses else torch.zeros((), device=hidden.device)
         return self.mlp(hidden), losses
 
-    def router_losses(self, hidden: Tensor, plan: Any) -> Tensor:
+    def router_losses(self, hidden: Tensor, plans: object) -> Tensor:
         """Balance and z-loss, see Moe. The router runs twice, which is cheap."""
         logits, scores, chosen, _ = self.router(self.ffn_norm(hidden))
         if self.args.score_function == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
-        balance = balance_loss([scores], [chosen.flatten(1)], self.sum_ranks, plan)
+        balance = balance_loss([scores], [chosen.flatten(1)], self.sum_ranks, plans)
         return self.args.balance * balance + self.args.router_z_loss * logits.logsumexp(-1).square().sum()
 
     def mlp(self, hidden: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class MoeBlock(nn.Module):
 
 
 def balance_loss(
-    scores: Sequence[Tensor], chosen: Iterable[Tensor], sum_ranks: Callable[[Tensor, Any], Tensor], plan: Any
+    scores: Sequence[Tensor], chosen: Iterable[Tensor], sum_ranks: Callable[[Tensor, object], Tensor], plans: object
 ) -> Tensor:
     """X times the sum over tokens t and experts e of f[e] p[t, e], with f and p as in Moe, f counted over all layers.
 
@@ -125,7 +125,7 @@ def balance_loss(
     counts = torch.zeros_like(scores[0][:, 0], dtype=torch.int64)
     for experts in chosen:
         counts = counts.scatter_add(1, experts, torch.ones_like(experts))
-    counts = sum_ranks(counts, plan)
+    counts = sum_ranks(counts, plans)
     shares = counts / counts.sum(-1, keepdim=True)
     return shares.shape[-1] * torch.stack([torch.einsum("bse,be->", p, shares) for p in scores]).sum()
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torchtitan_cp.attention import ContextParallel, Plan
 from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.strategies import resolve_strategy
-from torchtitan_cp.config.contract import LanguageModel, ModelArgs
+from torchtitan_cp.config.contract import Head, LanguageModel, ModelArgs
 from torchtitan_cp.config.sections import Compile, Rope
 from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
@@ -35,8 +35,9 @@ from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import ResolvedRun
 from torchtitan_cp.training.step_loss import LossHead, add_loss, count_step, output_rows
 
+Result = TypeVar("Result")
 # (hidden `[B, S/cp, E]`, this rank's rows of the output matrix, labels `[B, S/cp]`, which rows those are) -> any result
-Compute = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
+Compute = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Result]
 WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
@@ -279,31 +280,29 @@ class ParallelModel:
         return out
 
     @torch.no_grad()
-    def forward(self, batch: MicroBatch, compute: Compute) -> Any:
+    def forward(self, batch: MicroBatch, compute: Compute[Result]) -> Result | None:
         """The result of `compute`, such as `token_loss`, on a micro-batch; None on ranks without the last part.
 
         Collective.
         """
         measure_part = partial(self._measure_part, compute)
-        if self.pipeline:
-            return self.pipeline.evaluate(batch, self._hidden(batch), measure_part)
-        return measure_part(self.parts[0], None, batch)
+        if self.pipeline is None:
+            return cast(Result, measure_part(self.parts[0], None, batch))
+        return cast(Result | None, self.pipeline.evaluate(batch, self._hidden(batch), measure_part))
 
     def _measure_part(
-        self, compute: Compute, forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch
-    ) -> Any:
+        self, compute: Compute[Result], forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch
+    ) -> Result | Tensor:
         """Forward of one part without a loss: hidden states; from the last part the result of `compute`."""
         labels = self.world.device.move(batch.labels)
 
-        def head(hidden: Tensor, output: nn.Linear) -> Any:
+        def head(hidden: Tensor, output: nn.Linear) -> Result:
             hidden, weight, vocabulary = output_rows(hidden, output)
             return compute(hidden, weight, labels, vocabulary)
 
-        return self._forward_part(forward, hidden, batch, head)
+        return cast(Result | Tensor, self._forward_part(forward, hidden, batch, head))
 
-    def _forward_part(
-        self, forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch, head: Callable[..., Any]
-    ) -> Any:
+    def _forward_part(self, forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch, head: Head) -> Any:
         """Call one part of the model on a micro-batch.
 
         Args:

@@ -34,9 +34,9 @@ class LinearBlock(nn.Module):
         self.up = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
         self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
 
-    def forward(self, hidden: Tensor, plan: Any) -> Tensor:
+    def forward(self, hidden: Tensor, plans: object) -> Tensor:
         q, k, v = self.qkv(hidden).unflatten(-1, (3, self.shape.n_heads, -1)).unbind(-3)
-        return self.mlp(hidden + self.attend(q, k, v, plan, 0).flatten(-2))
+        return self.mlp(hidden + self.attend(q, k, v, plans, 0).flatten(-2))
 
     def mlp(self, hidden: Tensor) -> Tensor:
         return hidden + self.down(nn.functional.leaky_relu(self.up(hidden), self.shape.slope))
@@ -59,10 +59,10 @@ class LinearModel(LanguageModel):
     def init_std(self, parameter: str) -> float | None:
         return 0.05
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
         hidden = self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            hidden = layer(hidden, plan)
+            hidden = layer(hidden, plans)
         return head(hidden, self.output) if head else self.output(hidden)
 
 
