@@ -13,7 +13,6 @@ import torch.distributed as dist
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import start_ranks
 from models.llama import SHARDING, Llama, LlamaArgs
-from torchtitan_cp.attention import attend
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config
@@ -21,6 +20,7 @@ from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.sections import Checkpoint
 from torchtitan_cp.parallel.apply import parallelize
 from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.training.model import LayerAttention
 
 HEAD_DIM = 64
 
@@ -29,7 +29,7 @@ def make_state(dim: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """On a rank: a model of this width with moments."""
     shape = LlamaArgs(dim, 8, dim // HEAD_DIM, dim // HEAD_DIM, HEAD_DIM, 3 * dim, vocab_size=16384)
     with torch.device("meta"):
-        model = Llama(shape, lambda q, k, v, plan, window: attend(q, k, v, plan))
+        model = Llama(shape, LayerAttention())
     parallelize(model, Meshes("cpu", Degrees(1, 1, dist.get_world_size(), 1, 1)), SHARDING, Config())
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import Run, start_ranks
 from models.llama import SHARDING, Llama, LlamaArgs
-from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
+from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy
 from torchtitan_cp.parallel.apply import parallelize
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.training.model import LayerAttention
 
 SHAPE = LlamaArgs(128, 4, 4, 2, 32, 352, vocab_size=8192, windows=(1024,))
 CHUNK = 1024
@@ -73,7 +74,7 @@ def on_ranks(name: str, seq_len: int) -> Run:
         activation=dataclasses.replace(base.activation, **activation),
     )
     with torch.device("meta"):
-        model = Llama(SHAPE, lambda q, k, v, plan, window: attend(q, k, v, plan))
+        model = Llama(SHAPE, LayerAttention())
     parallelize(model, meshes, SHARDING, config)
     model.set_rope([1.0 / 10000 ** (2 * i / SHAPE.head_dim) for i in range(SHAPE.head_dim // 2)], 1.0, device.device)
     plan: Plan = ContextParallel(meshes.for_cp(ranks)["cp"], "ring").plan(seq_len, AttentionMask(window=(1023, -1)))
@@ -88,7 +89,7 @@ def on_ranks(name: str, seq_len: int) -> Run:
         model.zero_grad(set_to_none=True)
         device.reset_peak_memory()
         before = device.peak_memory_bytes()
-        (model(tokens, plan.positions, plan, head) / seq_len).backward()
+        (model(tokens, plan.positions, dict.fromkeys(SHAPE.layer_windows, plan), head) / seq_len).backward()
         return device.peak_memory_bytes() - before
 
     return run

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.benchmark import Benchmark, Row
 from models.llama import FLAVORS, SHARDING, Llama, LlamaArgs
-from torchtitan_cp.attention import AttentionMask, attend, make_plan
+from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.sections import Stage
@@ -31,6 +31,7 @@ from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.planner.measure import measure_accelerator
 from torchtitan_cp.runtime.device import Device, find_device
+from torchtitan_cp.training.model import LayerAttention
 
 CHUNK = 2048
 
@@ -45,7 +46,7 @@ def step_seconds(
         optimize: a step includes the optimizer's.
     """
     with torch.device("meta"):
-        model = Llama(shape, lambda q, k, v, plan, window: attend(q, k, v, plan))
+        model = Llama(shape, LayerAttention())
     parallelize(model, Meshes(device.device.type, Degrees(1, 1, 1, 1, 1)), SHARDING, config)
     half = shape.head_dim // 2
     model.set_rope([500000.0 ** (-number / half) for number in range(half)], 1.0, device.device)
@@ -63,7 +64,7 @@ def step_seconds(
     for _ in range(rounds + 1):
         model.zero_grad(set_to_none=True)
         begun = time.perf_counter()
-        loss = model(tokens, positions, plan, head) / seq_len
+        loss = model(tokens, positions, {window: plan}, head) / seq_len
         loss.backward()
         loss.item()
         if optimizer:

@@ -110,6 +110,8 @@ class HuggingFaceArgs:
     def state_sizes(self) -> tuple[int, ...]:
         return (0,) * self.n_layers
 
+    state_widths = 0, 0
+
     def heads_of(self, window: int) -> tuple[int, int, int]:
         """See LlamaArgs."""
         layer = next(layer for layer in self.look.layers if layer.window == window)
@@ -138,6 +140,10 @@ class HuggingFaceArgs:
         if self.vocab_size in (0, self.config["vocab_size"]):
             return self.config
         return self.config | {"vocab_size": self.vocab_size, "pad_token_id": None}
+
+    def problem(self) -> str | None:
+        """None: the look has refused what is not valid."""
+        return None
 
     def rope_problem(self, kind: str) -> str | None:
         """Why a stage cannot have a `rope` of this kind, or None."""

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from models.architecture import Attend, Head, LanguageModel
 from models.huggingface.args import HuggingFaceArgs, parse_config
 from models.huggingface.attention import NAME as ATTENTION
 from models.huggingface.init import Initializer
@@ -23,7 +24,7 @@ FULL = "full_attention"  # the layer type whose frequencies a stage changes
 BIASES = ("e_score_correction_bias", "expert_bias")  # names of buffers
 
 
-class HuggingFaceModel(nn.Module):
+class HuggingFaceModel(LanguageModel):
     """Parameters and modules have the names that transformers gives them.
 
     Where config.json has `output_router_logits`, `router_aux_loss_coef` times the balance loss of transformers joins
@@ -48,9 +49,9 @@ class HuggingFaceModel(nn.Module):
     causal: Any
     layers: nn.ModuleDict
     tok_embeddings: nn.Module
-    output: nn.Module
+    output: nn.Linear
 
-    def __init__(self, args: HuggingFaceArgs, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, args: HuggingFaceArgs, attend: Attend) -> None:
         super().__init__()
         self.args, self.shared = args, SimpleNamespace(plans=None, head=None, result=None, router_logits=None)
         config = parse_config(args.sizes)
@@ -74,7 +75,7 @@ class HuggingFaceModel(nn.Module):
             # Before it is set to "default". The config of Hunyuan names another type.
             rotary.original_types = copy.copy(rotary.rope_type)
         self.is_first = self.is_last = True
-        self.sum_ranks = getattr(attend, "sum_ranks", None)
+        self.sum_ranks, self.add_loss = attend.sum_ranks, attend.add_loss
         for name in args.look.routers if args.balance else ():
             self.get_submodule(name).register_forward_hook(self._keep_router_logits)
 
@@ -101,16 +102,20 @@ class HuggingFaceModel(nn.Module):
         """See Llama; there is no pipeline here, so all layers are kept."""
         assert (first, stop) == (0, len(self.layers))
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Any = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
         """See Llama."""
         balances = bool(self.args.balance and head and self.training)
-        self.shared.plans, self.shared.head, self.shared.router_logits = plan, head, [] if balances else None
+
+        def balanced_head(hidden: Tensor, output: nn.Linear) -> Any:
+            assert head
+            loss_sum = self.args.balance * self._balance_loss(len(tokens), plans)
+            return head(self.add_loss(hidden, loss_sum), output)
+
+        self.shared.plans, self.shared.head = plans, balanced_head if balances else head
+        self.shared.router_logits = [] if balances else None
         positions = positions.expand(tokens.shape)
-        logits = self.causal(input_ids=tokens, position_ids=positions, use_cache=False, plans=plan).logits
+        logits = self.causal(input_ids=tokens, position_ids=positions, use_cache=False, plans=plans).logits
         result, self.shared.result = self.shared.result, None
-        if balances:
-            loss_sum, *others = result
-            result = (loss_sum + self.args.balance * self._balance_loss(len(tokens), plan), *others)
         self.shared.router_logits = None  # not to be added to when backward recomputes the layers
         return result if head else logits
 
@@ -118,12 +123,12 @@ class HuggingFaceModel(nn.Module):
         if self.shared.router_logits is not None:
             self.shared.router_logits.append(output[0] if isinstance(output, tuple) else output)
 
-    def _balance_loss(self, rows: int, plan: Any) -> Tensor:
+    def _balance_loss(self, rows: int, plans: object) -> Tensor:
         """The balance loss times the number of tokens on this rank, fp32."""
         logits, count = self.shared.router_logits, self.args.experts_per_token
         probabilities = [x.float().softmax(-1).view(rows, -1, x.shape[-1]) for x in logits]
         chosen = (x.topk(count, -1).indices.flatten(1) for x in probabilities)
-        return balance_loss(probabilities, chosen, self.sum_ranks, plan) * count / len(logits)
+        return balance_loss(probabilities, chosen, self.sum_ranks, plans) * count / len(logits)
 
     def _run_head(self, output: nn.Module) -> Callable[[Tensor], Tensor]:
         """A forward for the output layer: if the model was called with a head, it runs the head on the hidden states.

@@ -72,6 +72,11 @@ class LlamaArgs:
         """Numbers in the recurrent state of each layer; 0 where it attends to keys."""
         return (0,) * self.n_layers
 
+    @property
+    def state_widths(self) -> tuple[int, int]:
+        """Channels of q, k and v together, and of v alone, in layers with a recurrent state."""
+        return 0, 0
+
     def heads_of(self, window: int) -> tuple[int, int, int]:
         """Hq, Hkv and D of the layers with this window."""
         return self.n_heads, self.n_kv_heads, self.head_dim

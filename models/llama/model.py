@@ -1,31 +1,27 @@
 """Llama: RMSNorm, rotary attention with grouped heads, SwiGLU. Plain modules that know no ranks.
 
-The attention itself is a callable handed in, (q, k, v, plan, window) -> out; the model passes `plan` through
+The attention itself is a callable handed in, (q, k, v, plans, window) -> out; the model passes `plans` through
 unread, and says which window the layer has. Names follow the published checkpoints of Meta. Source: Touvron
 et al., 2023; Dubey et al., 2024; the options, Qwen2 (Yang et al., 2024), Qwen3 and gpt-oss (2025).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.architecture import Attend, Head, LanguageModel
 from models.llama.flavors import LlamaArgs
 
-Attend = Callable[..., Tensor]
-Head = Callable[[Tensor, nn.Linear], Any]
 
-
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """A decoder over tokens whose global positions are given, so that a shard of a sequence is enough.
 
     Args:
         args: sizes; vocab_size must be set.
-        attend: (q `[B, S/cp, Hq, D]`, k `[B, S/cp, Hkv, D]`, v `[B, S/cp, Hkv, D]`, plan, window)
-            -> `[B, S/cp, Hq, D]`; window counts the keys that a query sees, 0 for all. With sinks it also
-            gets `sinks=` `[Hq]`.
+        attend: what mixes tokens. With sinks it also gets `sinks=` `[Hq]`.
     """
 
     norm_type: type[nn.Module] = nn.RMSNorm
@@ -72,13 +68,13 @@ class Llama(nn.Module):
         assert len(inverse_frequencies) == self.args.rotary_dim // 2
         self.rope = (torch.tensor(inverse_frequencies, dtype=torch.float64, device=device), attention_factor)
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
         """Run the network.
 
         Args:
             tokens: `[B, S/cp]` int64; where the first layers are not kept, hidden states `[B, S/cp, E]`.
             positions: `[S/cp]` or `[B, S/cp]` int64, position of each token for RoPE.
-            plan: passed to attention.
+            plans: passed to attention.
             head: (hidden `[B, S/cp, E]`, output layer) -> result; lets a loss make its logits in chunks.
 
         Returns:
@@ -87,7 +83,11 @@ class Llama(nn.Module):
         hidden = self.tok_embeddings(tokens) if self.is_first else tokens
         cos, sin = self._rotations(positions)
         for layer in self.layers.values():
-            hidden = layer(hidden, cos, sin, plan)
+            hidden = layer(hidden, cos, sin, plans)
+        return self.finish(hidden, head)
+
+    def finish(self, hidden: Tensor, head: Head | None) -> Any:
+        """What forward returns, from the hidden states of the last layer that is kept."""
         if not self.is_last:
             return hidden
         hidden = self.norm(hidden)
@@ -126,8 +126,8 @@ class Block(nn.Module):
         self.ffn_norm = norm_type(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
-        return self.mlp(hidden + self.attention(self.attention_norm(hidden), cos, sin, plan))
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plans: object) -> Tensor:
+        return self.mlp(hidden + self.attention(self.attention_norm(hidden), cos, sin, plans))
 
     def mlp(self, hidden: Tensor) -> Tensor:
         """The second half, a function of each token alone."""
@@ -148,13 +148,13 @@ class Attention(nn.Module):
         self.sinks = Sinks(args.n_heads) if args.sinks else None
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plans: object) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # the unrotated tensors are freed before attention runs
         options = {"sinks": self.sinks()} if self.sinks else {}
-        out = self.attend(q, k, v, plan, self.window, **options)
+        out = self.attend(q, k, v, plans, self.window, **options)
         return self.wo(out.flatten(-2))
 
 

@@ -4,7 +4,7 @@ Source: OLMoE (Muennighoff et al., 2024), Qwen3 (2025), DeepSeek-V3 (2024); the 
 et al., 2021), over each sequence by itself as in DeepSeek-V3, section 2.1.2; the z-loss, ST-MoE (Zoph et al., 2022).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.llama.model import Attend, Attention, FeedForward, Head, Llama
+from models.architecture import Attend, Head
+from models.llama.model import Attention, FeedForward, Llama
 from models.moe.flavors import MoeArgs
 
 
 class Moe(Llama):
-    """Llama with experts. The routers' losses join the sum that the head gives, which is divided by the step's tokens.
+    """Llama with experts, whose routers have losses.
 
     Let f[e] be the share of a sequence's choices that fell on expert e, p[t, e] the router's scores for token t, made
     to sum to one, and z[t] the log-sum-exp of its logits. The losses are the sums over layers and tokens of `balance` *
@@ -28,15 +29,14 @@ class Moe(Llama):
 
     Args:
         args: sizes; vocab_size must be set.
-        attend: as Llama's; where a sequence lies on several ranks it has `sum_ranks(x, plan)`, the sum over these,
-            and where the last layers are on another rank `add_loss(hidden, loss_sum)`; see models/architecture.py.
+        attend: what mixes tokens.
     """
 
     args: MoeArgs
 
     def __init__(self, args: MoeArgs, attend: Attend) -> None:
         super().__init__(args, attend)
-        self.add_loss: Any = getattr(attend, "add_loss", None)
+        self.add_loss = attend.add_loss
 
     def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
         """See Llama."""
@@ -61,24 +61,17 @@ class Moe(Llama):
             bias.zero_()
         return self
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
-        """See Llama. What `head` returns is (sum of losses, ...), and the sum comes back with the routers' losses."""
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
+        """See Llama."""
         hidden = self.tok_embeddings(tokens) if self.is_first else tokens
         cos, sin = self._rotations(positions)
         router_losses = torch.zeros((), device=hidden.device)
         for layer in self.layers.values():
-            hidden, layer_losses = layer(hidden, cos, sin, plan)
+            hidden, layer_losses = layer(hidden, cos, sin, plans)
             router_losses = router_losses + layer_losses
-        if not self.is_last:
-            return self.add_loss(hidden, router_losses) if self.training else hidden
-        hidden = self.norm(hidden)
-        if head is None:
-            return self.output(hidden)
-        result = head(hidden, self.output)
-        if not self.training:
-            return result
-        loss_sum, *others = result
-        return (loss_sum + router_losses, *others)
+        if self.training:
+            hidden = self.add_loss(hidden, router_losses)
+        return self.finish(hidden, head)
 
 
 class MoeBlock(nn.Module):
@@ -94,21 +87,21 @@ class MoeBlock(nn.Module):
         self.experts = Experts(args)
         shared = replace(args, ffn_dim=args.n_shared_experts * args.ffn_dim)
         self.shared_experts = FeedForward(shared) if args.n_shared_experts else None
-        self.sum_ranks = getattr(attend, "sum_ranks", None)
+        self.sum_ranks = attend.sum_ranks
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plans: object) -> tuple[Tensor, Tensor]:
         """Hidden states, and in training the losses of the router: a sum over this rank's tokens, fp32."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, plan)
+        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, plans)
         has_losses = self.training and (self.args.balance or self.args.router_z_loss)
-        losses = self.router_losses(hidden, plan) if has_losses else torch.zeros((), device=hidden.device)
+        losses = self.router_losses(hidden, plans) if has_losses else torch.zeros((), device=hidden.device)
         return self.mlp(hidden), losses
 
-    def router_losses(self, hidden: Tensor, plan: Any) -> Tensor:
+    def router_losses(self, hidden: Tensor, plans: object) -> Tensor:
         """Balance and z-loss, see Moe. The router runs twice, which is cheap."""
         logits, scores, chosen, _ = self.router(self.ffn_norm(hidden))
         if self.args.score_function == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
-        balance = balance_loss([scores], [chosen.flatten(1)], self.sum_ranks, plan)
+        balance = balance_loss([scores], [chosen.flatten(1)], self.sum_ranks, plans)
         return self.args.balance * balance + self.args.router_z_loss * logits.logsumexp(-1).square().sum()
 
     def mlp(self, hidden: Tensor) -> Tensor:
@@ -119,19 +112,20 @@ class MoeBlock(nn.Module):
         return out + self.shared_experts(x) if self.shared_experts else out
 
 
-def balance_loss(scores: Sequence[Tensor], chosen: Iterable[Tensor], sum_ranks: Any, plan: Any) -> Tensor:
+def balance_loss(
+    scores: Sequence[Tensor], chosen: Iterable[Tensor], sum_ranks: Callable[[Tensor, object], Tensor], plans: object
+) -> Tensor:
     """X times the sum over tokens t and experts e of f[e] p[t, e], with f and p as in Moe, f counted over all layers.
 
     Args:
         scores: p of each layer, `[B, S/cp, X]` fp32; a token's sum to one.
         chosen: the experts of all tokens in each layer, `[B, S/cp K]` int64.
-        sum_ranks: `attend.sum_ranks`; None if no ranks share a sequence.
+        sum_ranks: as of Attend.
     """
     counts = torch.zeros_like(scores[0][:, 0], dtype=torch.int64)
     for experts in chosen:
         counts = counts.scatter_add(1, experts, torch.ones_like(experts))
-    if sum_ranks:
-        counts = sum_ranks(counts, plan)
+    counts = sum_ranks(counts, plans)
     shares = counts / counts.sum(-1, keepdim=True)
     return shares.shape[-1] * torch.stack([torch.einsum("bse,be->", p, shares) for p in scores]).sum()
 

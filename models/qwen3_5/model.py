@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.llama.model import Attend, Attention, Block, Llama, rotate
+from models.architecture import Attend
+from models.llama.model import Attention, Block, Llama, rotate
 from models.qwen3_5.flavors import HybridArgs
 
 
@@ -30,9 +31,7 @@ class Hybrid(Llama):
 
     Args:
         args: sizes; vocab_size must be set.
-        attend: as Llama's, with `causal_conv(x, weight, plan, activation="silu")`, x `[B, S/cp, C]`, weight `[C, W]`,
-            and `gated_delta_rule(q, k, v, g, beta, plan, qk_l2norm=True)`, q and k `[B, S/cp, Hk, K]`,
-            v `[B, S/cp, Hv, V]`, g and beta `[B, S/cp, Hv]` -> `[B, S/cp, Hv, V]`.
+        attend: what mixes tokens.
     """
 
     args: HybridArgs
@@ -63,18 +62,18 @@ class GatedAttention(Attention):
         self.wq = nn.Linear(args.dim, 2 * args.n_heads * args.head_dim, bias=False)  # of each head, the query, its gate
         self.q_norm, self.k_norm = (CenteredRMSNorm(args.head_dim, eps=args.norm_eps) for _ in range(2))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plans: object) -> Tensor:
         q, gate = self.wq(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wk, self.wv))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)  # type: ignore[misc]
-        out = self.attend(q, k, v, plan, self.window)
+        out = self.attend(q, k, v, plans, self.window)
         return self.wo((out * gate.sigmoid()).flatten(-2))
 
 
 class GatedDeltaNet(nn.Module):
     """A short convolution of queries, keys and values, the gated delta rule, and a gated norm of each head."""
 
-    def __init__(self, args: HybridArgs, attend: Any) -> None:
+    def __init__(self, args: HybridArgs, attend: Attend) -> None:
         super().__init__()
         self.key_dim, self.value_dim = args.linear_key_dim, args.linear_value_dim
         self.sizes = [args.linear_key_heads * self.key_dim] * 2 + [args.linear_value_heads * self.value_dim]
@@ -88,12 +87,12 @@ class GatedDeltaNet(nn.Module):
         self.norm = nn.RMSNorm(self.value_dim, eps=args.norm_eps)
         self.out = nn.Linear(self.sizes[2], args.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
-        mixed = self.causal_conv(self.wqkv(x), self.conv_weight.squeeze(1), plan, activation="silu")
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plans: object) -> Tensor:
+        mixed = self.causal_conv(self.wqkv(x), self.conv_weight.squeeze(1), plans, activation="silu")
         q, k, v = mixed.split(self.sizes, -1)
         q, k = (y.unflatten(-1, (-1, self.key_dim)) for y in (q, k))
         v, z = (y.unflatten(-1, (-1, self.value_dim)) for y in (v, self.wz(x)))
         log_decay = -self.A_log.float().exp() * F.softplus(self.wa(x).float() + self.dt_bias.float())
-        out = self.attend(q, k, v, log_decay, self.wb(x).sigmoid(), plan, qk_l2norm=True)
+        out = self.attend(q, k, v, log_decay, self.wb(x).sigmoid(), plans, qk_l2norm=True)
         out = (self.norm(out) * F.silu(z.float())).to(x.dtype)
         return self.out(out.flatten(-2))

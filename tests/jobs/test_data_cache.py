@@ -27,12 +27,12 @@ from pathlib import Path
 from torchtitan_cp.config.sections import Data, Tokenizer
 from torchtitan_cp.data.corpus import cache, tokenization
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-run = tokenization.Tokenization.run
+run = tokenization.Tokenization.tokenize
 def run_and_more(self):
     found = run(self)
     {before_the_end}
     return found
-tokenization.Tokenization.run = run_and_more
+tokenization.Tokenization.tokenize = run_and_more
 corpus = cache.prepare(Data(source="text", path=sys.argv[1], cache_folder=sys.argv[2], validation_fraction=0.2),
                        Tokenizer(kind="bytes"))
 print(corpus.fingerprint)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.contract import LanguageModel
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
@@ -88,24 +89,32 @@ class CachedAttention:
         cache[:] = [state]
         return out.to(dtype)
 
+    def sum_ranks(self, x: Tensor, caches: Iterator[KVCache]) -> Tensor:
+        """`x`: no ranks share the sequences."""
+        return x
+
+    def add_loss(self, hidden: Tensor, loss_sum: Tensor) -> Tensor:
+        """`hidden`: nothing is differentiated."""
+        return hidden
+
 
 attend_cached = CachedAttention()
 
 
-def new_caches(model: nn.Module) -> list[KVCache]:
+def new_caches(model: LanguageModel) -> list[KVCache]:
     """Empty caches, enough for every layer: attention uses one, a convolution with its delta rule two."""
-    return [KVCache() for _ in range(2 * len(model.layers))]  # type: ignore[arg-type]
+    return [KVCache() for _ in range(2 * len(model.layers))]
 
 
-def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
+def load_model(saved: SavedModel, device: torch.device) -> LanguageModel:
     """The checkpoint's model on one device, in the run's compute dtype, with the rotary embedding of its last stage."""
     args = args_from(saved.config.model, saved.sizes)
-    model: nn.Module = empty_model(saved.config.model, args, attend_cached)
+    model = empty_model(saved.config.model, args, attend_cached)
     names = [name for name in model.state_dict() if name in saved.tensors]
     # A tied output is not among these names, and assigning unties it.
     model.load_state_dict(saved.read(names), strict=False, assign=True)
     if args.tie_embeddings:
-        model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
+        model.output.weight = cast(nn.Parameter, model.tok_embeddings.weight)
     cast_parameters(model.to(device), getattr(torch, saved.config.training.compute_dtype)).eval()
     set_rope(model, args, saved.stage.rope, saved.stage.seq_len, device)
     return model
@@ -113,7 +122,7 @@ def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: LanguageModel,
     prompt: Sequence[int],
     max_tokens: int,
     temperature: float = 0.0,

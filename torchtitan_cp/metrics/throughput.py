@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 
 from torchtitan_cp.attention import Plan
+from torchtitan_cp.config.contract import ModelArgs
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ LONG_MATMUL_SECONDS = 0.01  # no larger size is tried after a matmul that takes 
 BELIEVABLE_MFU = 0.9
 
 
-def flops_per_token(args: Any, seq_len: int, keys: Sequence[float] | None = None) -> float:
+def flops_per_token(args: ModelArgs, seq_len: int, keys: Sequence[float] | None = None) -> float:
     """FLOPs of training on one token: forward and twice that for backward, without recomputation.
 
     6 per weight; attention's two products cost 6 x Hq x (Dqk + Dv) per key; a recurrent state is read by the key and by
@@ -37,13 +37,12 @@ def flops_per_token(args: Any, seq_len: int, keys: Sequence[float] | None = None
     2022), with the causal half.
 
     Args:
-        args: ModelArgs, with `attention_widths`, `layer_windows`, `state_sizes`, `linear_parameters()`.
         keys: keys that a token sees in each layer, on average; None: as in one causal sequence.
     """
     return 6.0 * (args.linear_parameters() + sum(_mixer_costs(args, seq_len, keys)))
 
 
-def _mixer_costs(args: Any, seq_len: int, keys: Sequence[float] | None = None) -> list[float]:
+def _mixer_costs(args: ModelArgs, seq_len: int, keys: Sequence[float] | None = None) -> list[float]:
     """A sixth of the FLOPs per token of each layer's attention or recurrence; see `flops_per_token`."""
     # S/2 keys on average, fewer in a window.
     causal = [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in args.layer_windows]
@@ -51,12 +50,8 @@ def _mixer_costs(args: Any, seq_len: int, keys: Sequence[float] | None = None) -
     return [width * count + 3 * state for width, count, state in layers]
 
 
-def layer_costs(args: Any, seq_len: int) -> list[float]:
-    """FLOPs per token of each layer; the first includes the embedding, the last the output.
-
-    Args:
-        args: as flops_per_token, with `dim`, `vocab_size`, `n_layers`.
-    """
+def layer_costs(args: ModelArgs, seq_len: int) -> list[float]:
+    """FLOPs per token of each layer; the first includes the embedding, the last the output."""
     output = args.dim * args.vocab_size
     weights = (args.linear_parameters() - output) // args.n_layers
     costs = [6.0 * (weights + cost) for cost in _mixer_costs(args, seq_len)]

@@ -99,7 +99,13 @@ class ChunkedCrossEntropy(nn.Module):
         return total, losses.view(labels.shape)
 
     def _losses(
-        self, labels: Tensor, weights: Tensor, vocabulary: Any, hidden: Tensor, weight: Tensor, gradients: bool = True
+        self,
+        labels: Tensor,
+        weights: Tensor,
+        vocabulary: VocabularyShard | None,
+        hidden: Tensor,
+        weight: Tensor,
+        gradients: bool = True,
     ) -> tuple[Tensor, Tensor, Any, Any]:
         """As forward, with labels and weights `[B S/cp]`; also the gradients of hidden states and output matrix."""
         rows = hidden.flatten(0, 1)
@@ -123,7 +129,7 @@ class ChunkedCrossEntropy(nn.Module):
         return (losses * weights).sum() + self.z_loss * z_sum, losses, d_rows, d_weight
 
     def _chunk_losses(
-        self, products: Tensor, labels: Tensor, weights: Tensor, vocabulary: Any, gradients: bool
+        self, products: Tensor, labels: Tensor, weights: Tensor, vocabulary: VocabularyShard | None, gradients: bool
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Losses of a chunk from its products with the output matrix, `[tokens, V_local]`.
 

@@ -1,12 +1,11 @@
 """Whether a model's sizes can be split over so many ranks; unlike the code that splits them, it imports no DTensor."""
 
-from typing import Any
-
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.sections import Parallel
 
 
-def check_tensor_parallel(args: Any, tp: int) -> None:
+def check_tensor_parallel(args: ModelArgs, tp: int) -> None:
     """Refuse sizes that tensor parallelism cannot split evenly.
 
     Args:
@@ -25,7 +24,7 @@ def check_tensor_parallel(args: Any, tp: int) -> None:
             )
 
 
-def check_expert_parallel(args: Any, parallel: Parallel) -> None:
+def check_expert_parallel(args: ModelArgs, parallel: Parallel) -> None:
     """Refuse experts that cannot be shared evenly, and a model without any.
 
     Args:

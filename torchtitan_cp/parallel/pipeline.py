@@ -20,7 +20,8 @@ from torchtitan_cp.config.names import SCHEDULES
 from torchtitan_cp.parallel.pipeline_stages import PipelineStages
 from torchtitan_cp.parallel.stopwatch import Stopwatch
 
-Run = Callable[[Callable[..., Any], "Tensor | None", Any], Any]
+# (forward of a pipeline stage, hidden states or None for the first, micro-batch) -> what the pipeline stage returns
+RunPart = Callable[[Callable[..., Any], "Tensor | None", Any], Any]
 
 
 class _TimedStage(PipelineStage):
@@ -86,20 +87,19 @@ class Pipeline:
             skips_tied = self.tied and number == self.last_stage > 0
             yield from (x for x in part.named_parameters() if not (skips_tied and x[0].startswith("tok_embeddings")))
 
-    def step(self, batches: Sequence[Any], hidden: Tensor, run: Run) -> None:
+    def train_step(self, batches: Sequence[Any], hidden: Tensor, run_part: RunPart) -> None:
         """Forward and backward of every micro-batch through every pipeline stage.
 
         Args:
             batches: micro-batches, equally many on every rank.
             hidden: shape and dtype of a micro-batch's hidden states `[B, S/cp/tp, E]`, on meta.
-            run: (forward of a pipeline stage, hidden states or None for the first, micro-batch) -> hidden states, or
-                the scalar to differentiate for the last.
+            run_part: returns hidden states, or from the last pipeline stage a scalar to call backward on.
         """
         made_for = hidden.shape, hidden.dtype, len(batches)
         if self.torch_schedule is None or self.torch_schedule[0] != made_for:
             self.release()  # frees its buffers before the next ones are made
             self.torch_schedule = made_for, self._make_schedule(hidden, len(batches))
-        self._begin(batches, run)
+        self._begin(batches, run_part)
         numbers = torch.arange(len(batches), device=self.device)
         target = {"target": numbers} if self.has_last else {}
         with self.watches["pipeline"].running():
@@ -111,13 +111,13 @@ class Pipeline:
         self.torch_schedule = None
 
     @torch.no_grad()
-    def evaluate(self, batch: Any, hidden: Tensor, run: Run) -> Any:
+    def evaluate(self, batch: Any, hidden: Tensor, run_part: RunPart) -> Any:
         """One micro-batch through every pipeline stage, without gradients.
 
         Returns:
             What the last pipeline stage returns, on its rank; None on the others.
         """
-        self._begin([batch], run)
+        self._begin([batch], run_part)
         state: Any = None
         for number, owner in enumerate(self.stages.owner):
             next_owner = self.stages.owner[number + 1] if number < self.last_stage else owner
@@ -130,11 +130,11 @@ class Pipeline:
                 dist.recv(state, group=self.group, group_src=owner)
         return state if self.has_last else None
 
-    def _begin(self, batches: Sequence[Any], run: Run) -> None:
-        self.batches, self.run = {number: iter(batches) for number in self.parts}, run
+    def _begin(self, batches: Sequence[Any], run_part: RunPart) -> None:
+        self.batches, self.run_part = {number: iter(batches) for number in self.parts}, run_part
 
     def _forward(self, number: int, forward: Callable[..., Any], state: Tensor | None) -> Any:
-        return self.run(forward, state if number else None, next(self.batches[number]))
+        return self.run_part(forward, state if number else None, next(self.batches[number]))
 
     def _make_schedule(self, hidden: Tensor, micro_batches: int) -> Any:
         """torch's schedule for hidden states of one shape, which torch would otherwise infer by a forward."""

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchtitan_cp.config import Config
+from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
@@ -118,7 +119,7 @@ OFFLOADS = {
 }
 
 
-def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tuple[Estimate, ...]:
+def plan_config(config: Config, cluster: Cluster, model_args: PlannedArgs | None = None) -> tuple[Estimate, ...]:
     """An estimate of each stage of a config on all ranks of a cluster, without preparing its corpus.
 
     Args:

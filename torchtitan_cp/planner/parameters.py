@@ -1,9 +1,9 @@
 """How many parameters a rank has, computed from ModelArgs; a test compares this with the model itself."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchtitan_cp.config import Config
+from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import with_defaults
@@ -35,7 +35,7 @@ class Parameters:
         return embedding + (self.head if is_last else 0)
 
 
-def count_parameters(args: Any, tp: int = 1) -> Parameters:
+def count_parameters(args: PlannedArgs, tp: int = 1) -> Parameters:
     """Parameters of a model with `vocab_size` set, on one of `tp` ranks that share its matrices."""
     output = args.dim * args.vocab_size
     matrices, active = (
@@ -47,13 +47,13 @@ def count_parameters(args: Any, tp: int = 1) -> Parameters:
     return Parameters(block, matrices, active, experts, embedding, (output_rows + 1) * args.dim)
 
 
-def total_parameters(args: Any) -> int:
+def total_parameters(args: PlannedArgs) -> int:
     """All parameters of a model with `vocab_size` set."""
     counts = count_parameters(args)
     return args.n_layers * counts.block + counts.outer(True, True, args.tie_embeddings)
 
 
-def sized_model_args(config: Config) -> Any:
+def sized_model_args(config: Config) -> PlannedArgs:
     """The config's ModelArgs with `vocab_size` set, from the model or the tokenizer, without preparing the corpus.
 
     Raises:

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_measured_lengths
+from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.config.names import ACTIVATIONS
 from torchtitan_cp.config.sections import LRScheduler, Stage
 from torchtitan_cp.parallel.checks import check_tensor_parallel
@@ -65,7 +66,7 @@ def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
     return with_choice(config, chosen, cluster).with_keys(curriculum={"stages": tuple(found)}), reasons
 
 
-def choices(args: Any, cluster: Cluster) -> Iterator[Choice]:
+def choices(args: PlannedArgs, cluster: Cluster) -> Iterator[Choice]:
     """Degrees and modes to try: powers of two, tp inside a node; experts are shared by no ranks, a node or all."""
     for tp in _powers(cluster.accelerator.ranks_per_node):
         try:
@@ -102,7 +103,7 @@ def _with_exchange(stage: Stage, cp: int, strategy: str) -> Stage:
 
 
 def stage_options(
-    config: Config, args: Any, choice: Choice, cluster: Cluster, refused: list[Exception]
+    config: Config, args: PlannedArgs, choice: Choice, cluster: Cluster, refused: list[Exception]
 ) -> list[list[Estimate]]:
     """Estimates of each stage under a choice, with every cp and strategy; an empty list if a stage has none.
 

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from torchtitan_cp.attention import AttentionMask, choose_strategy
 from torchtitan_cp.attention.kernels import Case, choose_for_case
 from torchtitan_cp.config import Config
+from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.metrics.throughput import layer_costs
@@ -54,7 +54,7 @@ class PlannedStage:
     """
 
     config: Config
-    args: Any
+    args: PlannedArgs
     degrees: Degrees
     stage: ResolvedStage
     cluster: Cluster

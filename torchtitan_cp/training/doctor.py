@@ -91,14 +91,14 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         return 0.0
 
     def one_process(plans: Any = None) -> ModelRun:
-        attention: Any = LayerAttention() if plans else PlainAttention()
+        attention = LayerAttention() if plans else PlainAttention()
         model = parity.single_model(trainer, stage, weights, attention, torch.float32)
         own_attention = nullcontext if plans else getattr(model, "own_attention", nullcontext)
 
         def step(changed: int | None) -> float:
             samples.changed = changed
             with own_attention(documents):
-                return parity.single_loss(trainer, layout, model, plans)
+                return parity.single_loss(trainer, layout, model, attention, plans)
 
         return ModelRun(model, step, lambda: parity.gradients_of(model), peak)
 

@@ -18,6 +18,7 @@ from torchtitan_cp.checkpoint.save import sync
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Model, Rope
 from torchtitan_cp.data.corpus.chat import CONFIG_FILE, ChatTemplate
@@ -133,7 +134,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _length(saved: SavedModel, args: Any) -> int:
+def _length(saved: SavedModel, args: ModelArgs) -> int:
     """Length to write: of the last stage, or of the checkpoint the run started from if that is longer.
 
     The latter holds only while the stage has that checkpoint's rotary embedding.
@@ -146,7 +147,9 @@ def _length(saved: SavedModel, args: Any) -> int:
     return length if rope and rope_changes(start, rope, args.rotary_dim) else max(length, start_length)
 
 
-def _by_names(args: Any, names: Mapping[str, str], name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def _by_names(
+    args: ModelArgs, names: Mapping[str, str], name: str, tensor: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """A `ToHub` for an architecture with `Hub.names`. A tied output is stored as the embedding only."""
     if args.tie_embeddings and name == "output.weight":
         return {}
@@ -204,7 +207,7 @@ def written_config(
 
 
 def _write_settings(
-    saved: SavedModel, config: dict[str, Any], args: Any, length: int, tokenizer: Tokenizer, dtype: str, out: Path
+    saved: SavedModel, config: dict[str, Any], args: ModelArgs, length: int, tokenizer: Tokenizer, dtype: str, out: Path
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer's files and the chat template.
 

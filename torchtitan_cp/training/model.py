@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torchtitan_cp.attention import ContextParallel, Plan
 from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.strategies import resolve_strategy
-from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.config.contract import Head, LanguageModel, ModelArgs
 from torchtitan_cp.config.sections import Compile, Rope
 from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
@@ -32,13 +31,14 @@ from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Pipeline
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline
 from torchtitan_cp.parallel.stopwatch import Stopwatch
-from torchtitan_cp.parallel.tensor import vocabulary_shard
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import ResolvedRun
+from torchtitan_cp.training.step_loss import LossHead, add_loss, count_step, output_rows
 
+Result = TypeVar("Result")
 # (hidden `[B, S/cp, E]`, this rank's rows of the output matrix, labels `[B, S/cp]`, which rows those are) -> any result
-Compute = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
+Compute = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Result]
 WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
@@ -49,12 +49,12 @@ class LayerAttention:
         tp_mesh: this rank's tensor-parallel peers; None if it has none.
 
     Attributes:
-        loss_scale: derivative of a step's loss by each `loss_sum` given to `add_loss`, a scalar; set before backward.
+        step_tokens: of all ranks, a scalar; set before each step.
     """
 
     def __init__(self, tp_mesh: DeviceMesh | None = None) -> None:
         self.tp_mesh = tp_mesh
-        self.loss_scale: Tensor | None = None
+        self.step_tokens: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, **options: Any) -> Tensor:
         """Attention of a layer with this window; options as of `attend`."""
@@ -78,24 +78,8 @@ class LayerAttention:
         return total
 
     def add_loss(self, hidden: Tensor, loss_sum: Tensor) -> Tensor:
-        """Return `hidden` unchanged; backward treats `loss_sum`, a scalar, as a part of the step's loss.
-
-        Parts of the model before the last need this, since their losses do not reach the head.
-        """
-        return _AddLoss.apply(hidden, loss_sum, self)
-
-
-class _AddLoss(torch.autograd.Function):
-    """See LayerAttention.add_loss."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss_sum: Tensor, attend: LayerAttention) -> Tensor:
-        ctx.attend = attend
-        return hidden.clone()  # FSDP and zero-bubble schedules refuse a view as the output of a part
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        return gradient, ctx.attend.loss_scale, None
+        """Return `hidden` unchanged; backward also differentiates `loss_sum`, a scalar, over the tokens of the step."""
+        return add_loss(hidden, loss_sum, self.step_tokens)
 
 
 class StepSums(NamedTuple):
@@ -121,12 +105,20 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def set_rope(model: Any, args: Any, rope: Rope | None, seq_len: int, device: torch.device) -> None:
+def set_rope(model: LanguageModel, args: ModelArgs, rope: Rope | None, seq_len: int, device: torch.device) -> None:
     """Set the rotary embedding of a stage with sequences of `seq_len` tokens; None: the model's own, or the default."""
-    if rope is None and hasattr(model, "reset_rope"):
-        model.reset_rope(seq_len, device)
+    reset_rope = getattr(model, "reset_rope", None)
+    if rope is None and reset_rope:
+        reset_rope(seq_len, device)
     else:
         model.set_rope(*rope_frequencies(rope or Rope(), args.rotary_dim, seq_len), device)
+
+
+class Parts(nn.ModuleList):
+    """A rank's parts of the model, in order of their layers."""
+
+    def __iter__(self) -> Iterator[LanguageModel]:
+        return cast(Iterator[LanguageModel], super().__iter__())
 
 
 class ParallelModel:
@@ -160,7 +152,7 @@ class ParallelModel:
         settings, mesh = config.parallel, meshes.pp
         self.layers = plan_pipeline(settings, mesh.size(), layer_costs(args, run.longest))
         sharding = registry.architecture(config.model).sharding
-        self.parts = nn.ModuleList()
+        self.parts = Parts()
         self.attend = LayerAttention(meshes.tp)
         self.routing = RoutingSums(args.n_layers, args.n_experts, self.device)
         experts = meshes.experts if settings.ep > 1 else None
@@ -232,8 +224,9 @@ class ParallelModel:
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
         """Run blocks and loss without torch.compile, since hooks inside compiled blocks would not run."""
-        layers = [layer for part in self.parts for layer in part.layers.values()]  # type: ignore[operator]
-        compiled = [{name: vars(layer)[name] for name in ("forward", "mlp") if name in vars(layer)} for layer in layers]
+        layers = [layer for part in self.parts for layer in part.layers.values()]
+        names = "forward", "mlp"
+        compiled = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
         if self.config.compile.enable:
             self._wrap_blocks(Compile(enable=False))
         compiled_losses, self.token_loss.compiled_losses = self.token_loss.compiled_losses, None
@@ -245,95 +238,80 @@ class ParallelModel:
                 vars(layer).update(functions)
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
-        """Forward and backward of a step.
-
-        The sum of losses is divided once, by what training.loss_normalization counts over all ranks. Losses that the
-        model adds, such as the balance of experts, are divided by all tokens of the step.
-        """
-        move = self.world.device.move
-        divisor, learned, tokens = self._count(micro_batches)
-        self.attend.loss_scale = 1 / tokens
+        """Forward and backward of a step, whose loss `training/step_loss.py` describes."""
+        counted = micro_batches if self.meshes.owns_tokens else ()
+        counts = count_step(counted, self.config.training.loss_normalization, self.device)
+        self.attend.step_tokens = counts.tokens
         loss_sum = torch.zeros((), device=self.device)
         self.token_loss.largest_logit = torch.full((), -torch.inf, device=self.device)
-
-        def run(forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Tensor:
-            weights = None if batch.weights is None else move(batch.weights)
-
-            def compute(*head: Any) -> tuple[Tensor, Tensor]:
-                total, losses = self.token_loss(*head, weights)
-                return total * (tokens / divisor.clamp_min(1)), losses
-
-            result = self._forward(forward, state, batch, compute)
-            if isinstance(result, Tensor):
-                return result
-            losses = result[1]
-            loss_sum.add_((losses if weights is None else losses * weights).sum())
-            if self.observe:
-                self.observe(batch, losses)
-            return result[0] / tokens
-
+        train_part = partial(self._train_part, counts.divisor, loss_sum)
         if self.pipeline:
-            self.pipeline.step(micro_batches, self._hidden(micro_batches[0]), run)
+            self.pipeline.train_step(micro_batches, self._hidden(micro_batches[0]), train_part)
         else:
             for number, batch in enumerate(micro_batches, 1):
                 # Every FSDP group has gradients in the last micro-batch too, so none keeps a sum for the next step.
                 if self.meshes.degrees.dp_replicate > 1 and self.config.replicas_sum_once:
                     self.parts[0].set_requires_all_reduce(number == len(micro_batches))  # type: ignore[operator]
                 with self.watches["forward"].running():
-                    loss = run(self.parts[0], None, batch)
+                    loss = train_part(self.parts[0], None, batch)
                 with self.watches["backward"].running():
                     loss.backward()
-        return StepSums(loss_sum * self.meshes.owns_loss, divisor, learned, self.token_loss.largest_logit)
+        sums = loss_sum * self.meshes.owns_loss, counts.divisor, counts.learned_tokens, self.token_loss.largest_logit
+        return StepSums(*sums)
 
-    def _count(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
-        """Over all ranks, the divisor of a step's loss, its learned tokens and all its tokens, `[3]` int64.
+    def _train_part(
+        self, divisor: Tensor, loss_sum: Tensor, forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch
+    ) -> Tensor:
+        """Forward of one part on a micro-batch of a step.
 
-        With l[t] the loss of a learned token, the step's loss is sum l[t] / learned tokens (`token`), sum l[t] / all
-        tokens (`batch_tokens`), or the sum of l[t] / (learned tokens of t's document in its sequence) over the number
-        of documents that have any (`conversation`).
+        Args:
+            divisor: of the losses of tokens; see LossHead.
+            loss_sum: the last part adds its losses to it, for the records.
+
+        Returns:
+            hidden states; from the last part a scalar to call backward on.
         """
-        counts = np.zeros(3)
-        for batch in micro_batches if self.meshes.owns_tokens else ():
-            learned, tokens = int((batch.labels != IGNORED).sum()), batch.labels.numel()
-            # The weights of a document add up to 1 over its ranks, up to rounding.
-            documents = 0.0 if batch.weights is None else float(batch.weights.double().sum())
-            divisors = {"token": learned, "conversation": documents, "batch_tokens": tokens}
-            counts += divisors[self.config.training.loss_normalization], learned, tokens
-        # Filled on the device, since copying numbers from pageable memory would make the host wait.
-        summed = torch.stack([torch.full((), x, dtype=torch.float64, device=self.device) for x in counts.tolist()])
-        dist.all_reduce(summed)
-        return summed.round_().long()
+        weights = None if batch.weights is None else self.world.device.move(batch.weights)
+        head = LossHead(self.token_loss, self.world.device.move(batch.labels), weights, divisor)
+        out: Tensor = self._forward_part(forward, hidden, batch, head)
+        if head.losses is not None:
+            loss_sum.add_(head.weighted_sum())
+            if self.observe:
+                self.observe(batch, head.losses)
+        return out
 
     @torch.no_grad()
-    def forward(self, batch: MicroBatch, compute: Compute) -> Any:
+    def forward(self, batch: MicroBatch, compute: Compute[Result]) -> Result | None:
         """The result of `compute`, such as `token_loss`, on a micro-batch; None on ranks without the last part.
 
         Collective.
         """
-        run = partial(self._forward, compute=compute)
-        if self.pipeline:
-            return self.pipeline.evaluate(batch, self._hidden(batch), run)
-        return run(self.parts[0], None, batch)
+        measure_part = partial(self._measure_part, compute)
+        if self.pipeline is None:
+            return cast(Result, measure_part(self.parts[0], None, batch))
+        return cast(Result | None, self.pipeline.evaluate(batch, self._hidden(batch), measure_part))
 
-    def _forward(self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, compute: Compute) -> Any:
-        """Forward of one part on a micro-batch.
+    def _measure_part(
+        self, compute: Compute[Result], forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch
+    ) -> Result | Tensor:
+        """Forward of one part without a loss: hidden states; from the last part the result of `compute`."""
+        labels = self.world.device.move(batch.labels)
 
-        Args:
-            state: hidden states of the previous part; None for the first part, which reads the tokens.
-            compute: what the last part computes from its hidden states.
-
-        Returns:
-            the result of `compute` on the last part, hidden states on the others.
-        """
-        move = self.world.device.move
-        tokens, labels, positions = (move(x) for x in (batch.tokens, batch.labels, batch.positions))
-
-        def head(hidden: Tensor, output: nn.Linear) -> Any:
-            hidden, weight, group, first = vocabulary_shard(hidden, output.weight)
-            vocabulary = VocabularyShard(group, first) if group else None
+        def head(hidden: Tensor, output: nn.Linear) -> Result:
+            hidden, weight, vocabulary = output_rows(hidden, output)
             return compute(hidden, weight, labels, vocabulary)
 
-        return forward(tokens if state is None else state, positions, batch.plans, head)
+        return cast(Result | Tensor, self._forward_part(forward, hidden, batch, head))
+
+    def _forward_part(self, forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch, head: Head) -> Any:
+        """Call one part of the model on a micro-batch.
+
+        Args:
+            hidden: states of the previous part; None for the first part, which reads the tokens.
+            head: ends the last part: (hidden states, output layer) -> result.
+        """
+        move = self.world.device.move
+        return forward(move(batch.tokens) if hidden is None else hidden, move(batch.positions), batch.plans, head)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """An empty tensor like those that pipeline stages send each other, on the meta device."""
@@ -355,8 +333,9 @@ class ParallelModel:
                 optimizer.step()
             self.zero_grad()
         rate = self.config.training.router_bias_update
-        for part in self.parts if routing and rate else ():
-            update_router_biases(part.router_biases, routing.counts, rate)  # type: ignore[arg-type, union-attr]
+        if routing and rate:
+            for part in self.parts:
+                update_router_biases(part.router_biases, routing.counts, rate)
 
     def pop_timings(self) -> dict[str, float]:
         """Seconds since the last call, by name.
@@ -390,7 +369,7 @@ class ParallelModel:
     def _group_parameters(self) -> list[list[nn.Parameter]]:
         """This rank's parameters by block, those outside blocks last; none is counted twice over the pipeline."""
         groups: list[list[nn.Parameter]] = [[] for _ in range(self.args.n_layers + 1)]
-        layers = [layer for part in self.parts for layer in part.layers.items()]  # type: ignore[operator, union-attr]
+        layers = [layer for part in self.parts for layer in part.layers.items()]
         numbers = {parameter: int(number) for number, layer in layers for parameter in layer.parameters()}
         for _, parameter in self.pipeline.unique_parameters() if self.pipeline else self.parts[0].named_parameters():
             groups[numbers.get(parameter, -1)].append(parameter)

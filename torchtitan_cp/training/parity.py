@@ -26,13 +26,14 @@ from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.doctor import by_layer, difference
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
+from torchtitan_cp.config.contract import Attend, LanguageModel
 from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, assign_sequences, collate, read_step
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.model import ParallelModel, cast_parameters, set_rope
+from torchtitan_cp.training.model import LayerAttention, ParallelModel, cast_parameters, set_rope
 from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.resolve import exact_config
 from torchtitan_cp.training.trainer import Trainer
@@ -202,22 +203,23 @@ def _single_step(
     trainer: Trainer, stage: ResolvedStage, batch_layout: BatchLayout, weights: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[Values, int]:
     """The same step on this rank by itself, with the plain model and full logits in fp32: results and peak memory."""
-    model = single_model(trainer, stage, weights, PlainAttention(), dtype)
+    attention = PlainAttention()
+    model = single_model(trainer, stage, weights, attention, dtype)
     peak_bytes = measure_peak(trainer.device)
     with _record_attention([model]) as outputs:
-        loss = single_loss(trainer, batch_layout, model)
+        loss = single_loss(trainer, batch_layout, model, attention)
     peak = peak_bytes()
-    attention = {name: out[: stage.micro_batch_sequences].float().cpu() for name, out in outputs.items()}
-    return _values(loss, attention, gradients_of(model)), peak
+    first = {name: out[: stage.micro_batch_sequences].float().cpu() for name, out in outputs.items()}
+    return _values(loss, first, gradients_of(model)), peak
 
 
 def single_model(
     trainer: Trainer,
     stage: ResolvedStage,
     weights: dict[str, Tensor],
-    attention: Callable[..., Tensor],
+    attention: Attend,
     dtype: torch.dtype,
-) -> Any:
+) -> LanguageModel:
     """The whole model on this rank, with these weights and this attention."""
     args, device = trainer.model.args, trainer.device.device
     model = registry.architecture(trainer.config.model).build(args, attention)
@@ -227,25 +229,35 @@ def single_model(
     return model
 
 
-def single_loss(trainer: Trainer, batch_layout: BatchLayout, model: nn.Module, plans: Any = None) -> float:
+def single_loss(
+    trainer: Trainer,
+    batch_layout: BatchLayout,
+    model: nn.Module,
+    attention: LayerAttention | PlainAttention,
+    plans: Any = None,
+) -> float:
     """The loss of a step's whole sequences, from full logits in fp32; backward runs where gradients are enabled.
 
     Args:
-        plans: passed to the model's attention; None: the number of each token's document, as PlainAttention expects.
+        attention: of the model.
+        plans: passed to it; None: the number of each token's document, as PlainAttention expects.
     """
     batch = all_sequences(trainer, batch_layout)
     tokens, labels, weights, positions, documents = map(trainer.device.move, batch)
+    divisor = weights.double().sum() or 1.0
+    if trainer.config.training.loss_normalization == "batch_tokens":
+        divisor = labels.numel()
+    attention.step_tokens = torch.tensor(labels.numel(), device=labels.device)
 
-    def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
+    def head(hidden: Tensor, output: nn.Linear) -> Tensor:
         logits = output(hidden).float().flatten(0, 1)
         losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
-        loss = (losses * weights.flatten()).sum()
-        squares = logits.logsumexp(-1).square() * weights.flatten()
-        return loss + trainer.config.training.z_loss * squares.sum(), loss.detach()
+        squares = logits.logsumexp(-1).square()
+        return torch.stack([(x * weights.flatten()).sum() for x in (losses, squares)])
 
-    differentiated, loss = (x / labels.numel() for x in model(tokens, positions, plans or documents, head))
+    loss, z_loss = model(tokens, positions, plans or documents, head) / divisor
     if torch.is_grad_enabled():
-        differentiated.backward()
+        (loss + trainer.config.training.z_loss * z_loss).backward()
     return loss.item()
 
 
@@ -258,8 +270,8 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
     """Unsharded sequences of the step, beginning with data-parallel rank 0's first micro-batch.
 
     Returns:
-        tokens, labels, weights (fp32) of the losses in the mean over all tokens, positions, and the number of each
-        token's document, all `[sequences, S]`, int64 but for the weights.
+        tokens, labels, weights (fp32) of the losses, positions, and the number of each token's document, all
+        `[sequences, S]`, int64 but for the weights.
     """
     samples, normalization = trainer.data_pipeline.samples, trainer.config.training.loss_normalization
     numbers = assign_sequences(samples, 0, batch_layout).flatten().tolist()
@@ -267,8 +279,7 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
     batch = collate(samples.sequence, unsharded, numbers)
     documents = [torch.repeat_interleave(torch.tensor(samples.document_lengths(number))) for number in numbers]
     weights = (batch.labels != IGNORED).float() if batch.weights is None else batch.weights
-    mean = 1.0 if normalization == "batch_tokens" else weights.double().mean().item() or 1.0
-    return batch.tokens, batch.labels, weights / mean, batch.positions.expand_as(batch.tokens), torch.stack(documents)
+    return batch.tokens, batch.labels, weights, batch.positions.expand_as(batch.tokens), torch.stack(documents)
 
 
 @contextmanager

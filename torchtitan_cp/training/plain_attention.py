@@ -5,10 +5,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.linear.kernel import NORM_EPSILON
+from torchtitan_cp.training.step_loss import add_loss
 
 
 class PlainAttention:
-    """Replaces LayerAttention. In place of plans it is given the number of each token's document, `[B, S]`."""
+    """Replaces LayerAttention. In place of plans it is given the number of each token's document, `[B, S]`.
+
+    Attributes:
+        step_tokens: as of LayerAttention.
+    """
+
+    def __init__(self) -> None:
+        self.step_tokens: Tensor | None = None
 
     def __call__(
         self,
@@ -61,6 +69,14 @@ class PlainAttention:
         starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
         state = v.new_zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1])
         return delta_steps(q, k, v, g.exp() * ~starts.unsqueeze(-1), beta, state)[0].to(out_dtype)
+
+    def sum_ranks(self, x: Tensor, documents: Tensor) -> Tensor:
+        """`x`: no ranks share the sequences."""
+        return x
+
+    def add_loss(self, hidden: Tensor, loss_sum: Tensor) -> Tensor:
+        """As of LayerAttention."""
+        return add_loss(hidden, loss_sum, self.step_tokens)
 
 
 def delta_steps(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

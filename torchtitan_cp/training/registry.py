@@ -8,33 +8,45 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from torchtitan_cp.checkpoint.hub import refuse_without_weights
 from torchtitan_cp.checkpoint.hub_rope import rope_parameters
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.contract import AnyArchitecture, Attend, Hub, LanguageModel, ModelArgs, PlannedArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.training.read_back import check_rotaries
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_FLAVOR = "debug"
-_ARCHITECTURES: dict[str, Any] = {}  # values are models.architecture.Architecture, which this room must not import
+_ARCHITECTURES: dict[str, AnyArchitecture] = {}
 
 
-def register(architectures: Iterable[Any]) -> None:
+class _NoAttention:
+    """Stands for the attention of a model that never runs."""
+
+    def __getattr__(self, name: str) -> "_NoAttention":
+        return self
+
+
+NO_ATTENTION = cast(Attend, _NoAttention())
+
+
+def register(architectures: Iterable[AnyArchitecture]) -> None:
     """Add architectures by name."""
     _ARCHITECTURES.update({architecture.name: architecture for architecture in architectures})
 
 
-def architecture(model: Model) -> Any:
-    """The architecture that [model] names, a `models.architecture.Architecture`.
+def architecture(model: Model) -> AnyArchitecture:
+    """The architecture that [model] names.
 
     Raises:
         ConfigError: it is not registered.
@@ -48,17 +60,14 @@ def architecture(model: Model) -> Any:
     return chosen
 
 
-def empty_model(model: Model, args: Any, attend: Any = None) -> Any:
+def empty_model(model: Model, args: ModelArgs, attend: Attend = NO_ATTENTION) -> LanguageModel:
     """The whole model that [model] names, of these ModelArgs, on the meta device."""
     with torch.device("meta"):
         return architecture(model).build(args, attend)
 
 
-def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
+def check_model(config: Config, stages: Iterable[ResolvedStage], args: ModelArgs) -> None:
     """Refuse options that the architecture, or the model of these args, does not support.
-
-    Args:
-        stages: ResolvedStages.
 
     Raises:
         ConfigError: naming the key, and the reason.
@@ -95,7 +104,7 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
             )
 
 
-def check_length(args: Any, what: str, tokens: int) -> None:
+def check_length(args: ModelArgs, what: str, tokens: int) -> None:
     """Refuse sequences longer than the model's table of learned positions.
 
     Args:
@@ -112,7 +121,7 @@ def check_length(args: Any, what: str, tokens: int) -> None:
         )
 
 
-def _check_lacks(config: Config, stage: Any) -> None:
+def _check_lacks(config: Config, stage: ResolvedStage) -> None:
     """Refuse degrees above 1 and flags that the architecture does not support."""
     for key, reason in architecture(config.model).lacks.items():
         section, name = key.split(".")
@@ -126,7 +135,7 @@ def _check_lacks(config: Config, stage: Any) -> None:
             )
 
 
-def model_args_of(model: Model) -> Any:
+def model_args_of(model: Model) -> PlannedArgs:
     """The ModelArgs of [model]: the flavor's sizes, or config.json's where no flavor is set, with overrides.
 
     Its vocab_size is 0 where the tokenizer decides it.
@@ -145,8 +154,8 @@ def model_args_of(model: Model) -> Any:
         if any(isinstance(part, dict) and part.get("quantization_config") for part in (config, *config.values())):
             fix = "use a checkpoint in bfloat16 or float32, or model.load_weights = false for fresh weights"
             raise _config_error(model, ": its weights are quantized (quantization_config)", fix)
-    if architecture(model).args_of:
-        return _args_of_config(model)
+    if read := architecture(model).args_of:
+        return _args_of_config(model, read)
     flavors, flavor = architecture(model).flavors, model.flavor or DEFAULT_FLAVOR
     if flavor not in flavors:
         raise ConfigError(f"model.flavor = {flavor!r} is not known", fix=f"use one of {', '.join(flavors)}")
@@ -162,12 +171,12 @@ def model_args_of(model: Model) -> Any:
     return args
 
 
-def sizes_of(args: Any) -> dict[str, Any]:
+def sizes_of(args: ModelArgs) -> dict[str, Any]:
     """ModelArgs as plain JSON values, with lists for tuples."""
     return dict(json.loads(json.dumps(dataclasses.asdict(args))))
 
 
-def args_from(model: Model, sizes: Mapping[str, Any]) -> Any:
+def args_from(model: Model, sizes: Mapping[str, Any]) -> PlannedArgs:
     """ModelArgs of the architecture that [model] names: the inverse of `sizes_of`.
 
     Raises:
@@ -178,8 +187,8 @@ def args_from(model: Model, sizes: Mapping[str, Any]) -> Any:
     return build(args_type, sizes, where="model.overrides", file=f"the architecture {model.architecture!r}")
 
 
-def hub_of(model: Model) -> Any:
-    """How the architecture looks in Hugging Face's format: a `models.architecture.Hub`.
+def hub_of(model: Model) -> Hub:
+    """How the architecture looks in Hugging Face's format.
 
     Raises:
         ConfigError: it has no such format.
@@ -193,7 +202,7 @@ def hub_of(model: Model) -> Any:
     return hub
 
 
-def config_for_hub(model: Model, args: Any, length: int, rope: Rope | None) -> dict[str, Any]:
+def config_for_hub(model: Model, args: ModelArgs, length: int, rope: Rope | None) -> dict[str, Any]:
     """ModelArgs with the keys of Hugging Face's config.json.
 
     Args:
@@ -208,7 +217,7 @@ def config_for_hub(model: Model, args: Any, length: int, rope: Rope | None) -> d
     try:
         config = dict(hub.config(args, *as_trained))
         if hub.load:
-            check_rotaries(config, rope, args.rotary_dim, length, args.sizes)
+            check_rotaries(config, rope, args.rotary_dim, length, sizes_of(args)["config"])
         return config
     except ValueError as error:
         raise ConfigError(
@@ -222,7 +231,7 @@ def has_hub_config(model: Model) -> bool:
     return bool(model.hub_checkpoint or model.config)
 
 
-def _args_of_config(model: Model) -> Any:
+def _args_of_config(model: Model, read: Callable[..., PlannedArgs]) -> PlannedArgs:
     """ModelArgs of an architecture that takes any config.json and has no flavors."""
     if model.flavor or not has_hub_config(model):
         raise ConfigError(
@@ -231,17 +240,17 @@ def _args_of_config(model: Model) -> Any:
             fix="set model.hub_checkpoint, or for fresh weights model.config, and leave out model.flavor",
         )
     try:
-        return architecture(model).args_of(hub_config(model), model.overrides)
+        return read(hub_config(model), model.overrides)
     except (ValueError, TypeError, KeyError) as error:
-        others = [other for other in _ARCHITECTURES.values() if other.hub and not other.args_of]
-        names = [repr(other.name) for other in others if _accepts(other.hub, hub_config(model))]
+        others = [(other.name, other.hub) for other in _ARCHITECTURES.values() if other.hub and not other.args_of]
+        names = [repr(name) for name, hub in others if _accepts(hub, hub_config(model))]
         fix = f"set model.architecture = {' or '.join(names)}" if names else "use another model"
         if model.overrides:
             fix = f"change model.overrides, or {fix}"
         raise _config_error(model, f": {error}", fix) from None
 
 
-def _accepts(hub: Any, config: dict[str, Any]) -> bool:
+def _accepts(hub: Hub, config: dict[str, Any]) -> bool:
     """Whether an architecture can read its sizes from a config.json."""
     try:
         return bool(hub.sizes(config))
@@ -339,7 +348,7 @@ def start_folder(model: Model) -> Path | None:
     return hub_folder(model) if model.hub_checkpoint else None
 
 
-def _check_hub_sizes(model: Model, args: Any, hub_sizes: dict[str, Any]) -> None:
+def _check_hub_sizes(model: Model, args: ModelArgs, hub_sizes: dict[str, Any]) -> None:
     """Refuse a flavor or overrides that contradict the hub checkpoint."""
     differing = {name: size for name, size in hub_sizes.items() if getattr(args, name) != size}
     # Different values of `windows` can give every layer the same window.

@@ -7,7 +7,6 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights
 from torchtitan_cp.checkpoint.hub_rope import fill_rope, hub_rope
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
+from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage, Tokenizer
@@ -48,7 +48,7 @@ class ResolvedRun:
     ranks: int
     stages: tuple[ResolvedStage, ...]
     degrees: tuple[Degrees, ...]
-    model_args: Any
+    model_args: PlannedArgs
 
     @property
     def longest(self) -> int:
@@ -60,7 +60,7 @@ class ResolvedRun:
         return replace(self.config, activation=stage.activation).with_keys(parallel={"tp": stage.tp, "pp": stage.pp})
 
 
-def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedRun:
+def resolve_run(config: Config, ranks: int, model_args: PlannedArgs | None = None) -> ResolvedRun:
     """Resolve a config for a number of ranks, or refuse it. Every rule is reached from here:
 
     - `config.check.check_config`: rules between keys. The product of the degrees (`config.degrees.resolve_degrees`),
@@ -112,7 +112,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     return ResolvedRun(config, ranks, stages, degrees, model_args)
 
 
-def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
+def fit_vocabulary(run: ResolvedRun, size: int) -> PlannedArgs:
     """The model's sizes, with an embedding for every token id.
 
     Args:
@@ -145,7 +145,7 @@ def with_defaults(config: Config) -> Config:
     config = replace(config, data=_with_limits(config.data, stages), tokenizer=_with_hub_tokenizer(config))
     takes_any, has_hub = registry.architecture(model).args_of, registry.has_hub_config(model)
     if has_hub and any(stage.rope for stage in stages):
-        hub = registry.model_args_of(model).config if takes_any else registry.hub_config(model)
+        hub = registry.sizes_of(registry.model_args_of(model))["config"] if takes_any else registry.hub_config(model)
         stages = tuple(replace(stage, rope=stage.rope and fill_rope(stage.rope, hub)) for stage in stages)
     if not takes_any and not all(stage.rope for stage in stages):
         rope = hub_rope(registry.hub_config(model)) if has_hub else Rope()
@@ -220,7 +220,7 @@ def check_files(config: Config) -> None:
     check_dump_folder(config.job.dump_folder)
 
 
-def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, download: bool = False) -> Any:
+def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, download: bool = False) -> PlannedArgs:
     """Check what building and filling the model would refuse, before the corpus is prepared, which may take hours.
 
     Args:
@@ -264,7 +264,7 @@ def has_checkpoints(config: Config) -> bool:
     return any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*[0-9]"))  # not step-N.partial
 
 
-def check_kernel(config: Config, args: Any, device: str) -> None:
+def check_kernel(config: Config, args: PlannedArgs, device: str) -> None:
     """Refuse a context_parallel.kernel that cannot run the model's attention.
 
     Args:
@@ -287,7 +287,7 @@ def check_kernel(config: Config, args: Any, device: str) -> None:
         )
 
 
-def check_hub_weights(config: Config, args: Any, *, download: bool = False) -> None:
+def check_hub_weights(config: Config, args: PlannedArgs, *, download: bool = False) -> None:
     """Check that the weights of model.hub_checkpoint are whole and fit these args, unless the run resumes.
 
     Args:

@@ -12,6 +12,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.check import RUN_CONFIG
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.corpus.cache import PreparedCorpus
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
@@ -61,7 +62,7 @@ def find_first_stage(saved: Saved | None, stages: Stages) -> ResolvedStage:
     return stages[min(progress.stage + is_stage_evaluated(progress, stages), len(stages) - 1)]
 
 
-def identity_of(config: Config, args: Any, tp: int) -> dict[str, Any]:
+def identity_of(config: Config, args: ModelArgs, tp: int) -> dict[str, Any]:
     """What must be the same to resume a run, apart from its data.
 
     Args:
@@ -74,7 +75,7 @@ def identity_of(config: Config, args: Any, tp: int) -> dict[str, Any]:
     }
 
 
-def start_progress(config: Config, args: Any, corpus: PreparedCorpus, *, block_tokens: int, tp: int) -> Progress:
+def start_progress(config: Config, args: ModelArgs, corpus: PreparedCorpus, *, block_tokens: int, tp: int) -> Progress:
     """Where a new run stands before its first step, with what must be the same to resume it.
 
     Args:

@@ -56,7 +56,7 @@ class StepRunner:
         """
         self.monitor.spikes.recent, self.healthy_batches = recent, ()
 
-    def run(self, progress: Progress, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
+    def compute_gradients(self, progress: Progress, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
         """Forward and backward of the step that follows `progress`, and its report over all ranks."""
         self.seed_key = progress.stage, progress.stage_step
         self._seed()

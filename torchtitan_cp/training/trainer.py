@@ -14,6 +14,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.config.check import CHECKPOINTS
+from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, batch_facts
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
@@ -61,7 +62,7 @@ class Trainer:
         self,
         config: Config,
         world: World,
-        model_args: Any = None,
+        model_args: PlannedArgs | None = None,
         stage_index: int | None = None,
         *,
         trains: bool = True,
@@ -322,7 +323,7 @@ class Trainer:
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
         """Forward and backward of the next step, and its report over all ranks. Collective."""
-        return self.step_runner.run(self.progress, micro_batches)
+        return self.step_runner.compute_gradients(self.progress, micro_batches)
 
     def _update(self, stage: ResolvedStage, report: StepReport, lr: float) -> None:
         """Run the optimizers, and count the step."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.architecture import Architecture
+from models.architecture import Architecture, Attend, Head, LanguageModel
 from models.llama.flavors import LlamaArgs
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, losses, train, write_run
@@ -27,23 +27,23 @@ class LinearShape(LlamaArgs):
 
 
 class LinearBlock(nn.Module):
-    def __init__(self, shape: LinearShape, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, shape: LinearShape, attend: Attend) -> None:
         super().__init__()
         self.shape, self.attend = shape, attend
         self.qkv = nn.Linear(shape.dim, 3 * shape.dim, bias=False)
         self.up = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
         self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
 
-    def forward(self, hidden: Tensor, plan: Any) -> Tensor:
+    def forward(self, hidden: Tensor, plans: object) -> Tensor:
         q, k, v = self.qkv(hidden).unflatten(-1, (3, self.shape.n_heads, -1)).unbind(-3)
-        return self.mlp(hidden + self.attend(q, k, v, plan, 0).flatten(-2))
+        return self.mlp(hidden + self.attend(q, k, v, plans, 0).flatten(-2))
 
     def mlp(self, hidden: Tensor) -> Tensor:
         return hidden + self.down(nn.functional.leaky_relu(self.up(hidden), self.shape.slope))
 
 
-class LinearModel(nn.Module):
-    def __init__(self, shape: LinearShape, attend: Callable[..., Tensor]) -> None:
+class LinearModel(LanguageModel):
+    def __init__(self, shape: LinearShape, attend: Attend) -> None:
         super().__init__()
         self.is_first = self.is_last = True
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
@@ -59,10 +59,10 @@ class LinearModel(nn.Module):
     def init_std(self, parameter: str) -> float | None:
         return 0.05
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Any = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
         hidden = self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            hidden = layer(hidden, plan)
+            hidden = layer(hidden, plans)
         return head(hidden, self.output) if head else self.output(hidden)
 
 

@@ -52,7 +52,7 @@ def idle_shares(schedule: str, micro_batches: int) -> list[float]:
     parts = [SlowStage() for _ in stages.of_rank(mesh.get_local_rank())]
     pipeline = Pipeline(parts, stages, mesh, schedule, torch.device("cpu"), tied=False)
 
-    def run(forward: Callable[..., Any], state: Tensor | None, batch: Tensor) -> Tensor:
+    def run_part(forward: Callable[..., Any], state: Tensor | None, batch: Tensor) -> Tensor:
         out = forward(batch if state is None else state)
         return out.sum() if forward is last else out
 
@@ -60,7 +60,7 @@ def idle_shares(schedule: str, micro_batches: int) -> list[float]:
     shares = []
     for _ in range(4):
         dist.barrier()  # ranks meet after every step of a run
-        pipeline.step([torch.ones(1, 4)] * micro_batches, hidden, run)
+        pipeline.train_step([torch.ones(1, 4)] * micro_batches, hidden, run_part)
         seconds = {name: watch.take() for name, watch in pipeline.watches.items()}
         shares.append(1 - (seconds["forward"] + seconds["backward"]) / seconds["pipeline"])
     assert pipeline.watches["forward"].take() == 0.0

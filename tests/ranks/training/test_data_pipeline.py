@@ -85,20 +85,20 @@ def test_nodes_that_share_a_cache_leave_it_to_the_first_and_others_make_their_ow
 
 def stop_on_rank_1(data: Data) -> str:
     asked = os.environ["RANK"] == "1"
-    run = cache.Tokenization.run
+    run = cache.Tokenization.tokenize
 
     def run_slowly(tokenization: cache.Tokenization) -> dict[str, object]:
         stop_requested = tokenization.stop_requested
         tokenization.stop_requested = lambda: time.sleep(0.1) or stop_requested()  # type: ignore[func-returns-value]
         return run(tokenization)
 
-    cache.Tokenization.run = run_slowly  # type: ignore[method-assign]
+    cache.Tokenization.tokenize = run_slowly  # type: ignore[method-assign]
     try:
         prepare_corpus(config_of(data), lambda: asked)
     except PreparationStoppedError as stopped:
         return str(stopped)
     finally:
-        cache.Tokenization.run = run  # type: ignore[method-assign]
+        cache.Tokenization.tokenize = run  # type: ignore[method-assign]
     return "not stopped"
 
 

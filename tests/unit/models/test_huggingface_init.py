@@ -15,6 +15,7 @@ from models.huggingface.model import HuggingFaceModel
 from tests.support.huggingface_families import FAMILIES
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.parallel.apply import init_weights
+from torchtitan_cp.training.model import LayerAttention
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -77,7 +78,7 @@ def test_a_weight_depends_on_its_name_and_the_seed_alone() -> None:
 
 def test_a_weight_that_its_class_leaves_to_a_checkpoint_is_refused_by_name() -> None:
     with torch.device("meta"):
-        model = HuggingFaceModel(args_from_config(FAMILIES["Apertus"], {}), lambda *_: torch.zeros(()))
+        model = HuggingFaceModel(args_from_config(FAMILIES["Apertus"], {}), LayerAttention())
     model.to_empty(device="cpu")
     with pytest.raises(
         ConfigError, match=r"transformers does not initialize model.layers.0.mlp.act_fn.alpha_p\n.*hub_checkpoint"

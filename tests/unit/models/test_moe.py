@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_token_gets_the_shared_sum_of_its_experts(option: str) -> None:
     shape = MoeArgs(8, 1, 2, 1, 4, 12, 97, n_experts=5, experts_per_token=3, **OPTIONS[option])
-    block = MoeBlock(shape, lambda *_: torch.zeros(()), 0).double()
+    block = MoeBlock(shape, Attend(), 0).double()
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter)
     bias = torch.zeros(5)
@@ -73,12 +73,25 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
     assert experts.w1.grad[2:].norm() == 0
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: object, window: int) -> Tensor:
-    rows = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
+class Attend:
+    """Attention without documents, and the losses that a forward adds."""
+
+    def __init__(self) -> None:
+        self.added: list[Tensor] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: object, window: int) -> Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    def sum_ranks(self, x: Tensor, plan: object) -> Tensor:
+        return x
+
+    def add_loss(self, hidden: Tensor, loss_sum: Tensor) -> Tensor:
+        self.added.append(loss_sum)
+        return hidden
 
 
-def make() -> Moe:
+def make(attend: Attend) -> Moe:
     model = Moe(SHAPE, attend)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -86,27 +99,25 @@ def make() -> Moe:
     return model
 
 
-def head(hidden: Tensor, output: Any) -> tuple[Tensor, Tensor]:
-    return hidden.square().sum(), hidden.detach()
-
-
 def test_the_balance_loss_is_the_formula_and_only_in_training() -> None:
-    model, tokens = make(), torch.randint(97, (3, 10))
+    attend = Attend()
+    model, tokens = make(attend), torch.randint(97, (3, 10))
     routed: list[tuple[Tensor, ...]] = []
     for module in model.modules():
         if isinstance(module, Router):
             module.register_forward_hook(lambda module, inputs, output: routed.append(output))
-    with_balance, _ = model(tokens, torch.arange(10), None, head)
+    logits = model(tokens, torch.arange(10), None)
     of_layers = routed[::2]  # of the two times it runs in a layer
-    model.eval()
-    without, _ = model(tokens, torch.arange(10), None, head)
+    (balance,) = attend.added
+    assert torch.equal(model.eval()(tokens, torch.arange(10), None), logits)
+    assert attend.added == [balance]
     want = 0.0
     for _, probabilities, chosen, _ in of_layers:
         for row in range(3):
             for expert in range(6):
                 share = (chosen[row] == expert).sum() / 20
                 want += 0.5 * 6 * float(share * probabilities[row, :, expert].detach().sum())
-    assert (with_balance - without).item() == pytest.approx(want, rel=1e-4)
+    assert balance.item() == pytest.approx(want, rel=1e-5)
 
 
 class LargestStorage(TorchDispatchMode):
@@ -122,7 +133,7 @@ class LargestStorage(TorchDispatchMode):
 
 
 def test_the_losses_of_routers_make_no_tensor_larger_than_the_logits_and_their_inputs() -> None:
-    block = MoeBlock(replace(SHAPE, n_experts=64, experts_per_token=8), attend, 0)
+    block = MoeBlock(replace(SHAPE, n_experts=64, experts_per_token=8), Attend(), 0)
     with LargestStorage() as largest:
         block.router_losses(torch.randn(2, 512, 48), None)
     assert largest.bytes == 2 * 512 * 64 * 4
@@ -131,7 +142,7 @@ def test_the_losses_of_routers_make_no_tensor_larger_than_the_logits_and_their_i
 def test_routers_that_agree_with_the_loss_are_balanced_by_it() -> None:
     """Followed alone, its gradient evens out how often experts are chosen."""
     torch.manual_seed(1)
-    block = MoeBlock(SHAPE, attend, 0)
+    block = MoeBlock(SHAPE, Attend(), 0)
     hidden = torch.randn(4, 64, 48) + 1.0
     torch.nn.init.normal_(block.router.gate.weight, std=0.1)
     block.router.gate.weight.data[0] += 0.1

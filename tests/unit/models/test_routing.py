@@ -132,17 +132,17 @@ def test_balance_and_z_loss_are_their_formulae_in_value_and_gradient(score_funct
 def test_the_exported_weight_gives_the_balance_loss_its_value_in_transformers() -> None:
     args = MoeArgs(*(48, 3, 4, 2, 16, 40, 97), n_experts=8, experts_per_token=2, balance=0.01, qk_norm=True)
     scores = torch.randn(1, 50, 8).softmax(-1)
-    ours = args.balance * balance_loss([scores], [scores.topk(2).indices.flatten(1)], None, None) / 50
+    ours = args.balance * balance_loss([scores], [scores.topk(2).indices.flatten(1)], lambda x, _: x, None) / 50
     theirs = load_balancing_loss_func((scores[0].log(),) * args.n_layers, args.n_experts, args.experts_per_token)
     assert HUB.config(args)["router_aux_loss_coef"] * theirs == pytest.approx(args.n_layers * ours.item())
 
 
-def test_an_added_loss_has_the_scale_of_the_step_and_leaves_the_hidden_states() -> None:
+def test_a_loss_of_the_model_is_divided_by_the_tokens_of_the_step_and_leaves_the_hidden_states() -> None:
     attend = LayerAttention()
+    attend.step_tokens = torch.tensor(8)
     hidden, weight = torch.randn(2, 3, requires_grad=True), torch.tensor(5.0, requires_grad=True)
     out = attend.add_loss(hidden, weight.square() + hidden.sum())
     assert torch.equal(out, hidden)
-    attend.loss_scale = torch.tensor(0.125)
     out.backward(torch.full((2, 3), 7.0))
     assert weight.grad == 10 * 0.125
     assert torch.equal(hidden.grad, torch.full((2, 3), 7.125))

@@ -16,6 +16,7 @@ from torchtitan_cp.config import load_config
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.planner.parameters import count_parameters, sized_model_args, total_parameters
+from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.registry import register
 
 
@@ -27,7 +28,7 @@ from torchtitan_cp.training.registry import register
 def test_parameters_are_those_of_the_network(build: type[Llama], shape: Any) -> None:
     shape = dataclasses.replace(shape, vocab_size=shape.vocab_size or 4096)
     with torch.device("meta"):
-        model = build(shape, lambda *_: None)  # type: ignore[arg-type]
+        model = build(shape, LayerAttention())
     counted = {name: parameter.numel() for name, parameter in model.named_parameters()}
     assert total_parameters(shape) == sum(counted.values())
     assert count_parameters(shape).block == sum(n for name, n in counted.items() if name.startswith("layers.0."))
@@ -47,11 +48,11 @@ def test_linear_flops_are_those_that_torch_counts() -> None:
 
 def test_a_token_meets_the_experts_it_goes_to_and_the_router() -> None:
     shape = MoeArgs(64, 3, 4, 2, 16, 96, vocab_size=128, n_experts=8, experts_per_token=2)
-    model = Moe(shape, lambda q, k, v, plan, window: attend(q, k, v, plan))
+    model = Moe(shape, LayerAttention())
     model.set_rope([1.0] * 8, 1.0, torch.device("cpu"))
     plan = make_plan(32)
     with FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, 32, dtype=torch.int64), plan.positions, plan)
+        model(torch.zeros(1, 32, dtype=torch.int64), plan.positions, {0: plan})
     # For the balance of the experts the router runs a second time, and its sums are multiplied with the shares.
     router, balance = 3 * 64 * 8, 3 * 8
     assert counter.get_total_flops() == (flops_per_token(shape, 32, [0.0] * 3) / 3 + 2 * router) * 32 + 2 * balance

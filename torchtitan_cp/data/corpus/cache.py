@@ -198,7 +198,7 @@ class CacheBuilder:
             _remove_stale(partial, settings)
             try:
                 partial.mkdir(exist_ok=True)
-                made = Tokenization(corpus, tokenizer, partial, settings, self.stop_requested).run()
+                made = Tokenization(corpus, tokenizer, partial, settings, self.stop_requested).tokenize()
                 inputs = {"corpus_fingerprint": corpus.fingerprint, "tokenizer_fingerprint": tokenizer.fingerprint}
                 manifest = {"format_version": FORMAT_VERSION, "settings": settings, **inputs, **made}
                 write_json(partial / MANIFEST_FILE, manifest)

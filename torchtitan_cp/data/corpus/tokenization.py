@@ -89,7 +89,7 @@ class Tokenization:
     settings: dict[str, Any]
     stop_requested: Callable[[], bool]
 
-    def run(self) -> dict[str, Any]:
+    def tokenize(self) -> dict[str, Any]:
         """Tokenize the corpus. Returns what the manifest says about the files.
 
         Raises:
