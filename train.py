@@ -44,7 +44,7 @@ from torchtitan_cp.training.parity import verify_parity
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer
 
-BAD_INPUT, HALTED, CHECK_FAILED = 2, 3, 5
+DOES_NOT_FIT, BAD_INPUT, HALTED, CHECK_FAILED = 1, 2, 3, 5
 LOST_LAUNCHER = (
     "error: the launcher of this job's ranks, or of those of a node, was killed; they have stopped and saved; the same "
     "command resumes"
@@ -84,7 +84,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--device",
         choices=[name for name in ACCELERATORS if name != "cpu"],
-        help="with --dry-run: simulate the step with this GPU's kernels, on any machine (default: the CPU's)",
+        help="with --dry-run: simulate the step with this GPU's kernels, on any machine (default: the CPU's), and say "
+        "whether it fits; exit code 1: it does not",
     )
     options, overrides = parse_with_overrides(parser, arguments)
     if (options.world_size is not None or options.device) and not options.dry_run:
@@ -104,8 +105,8 @@ def main(arguments: list[str]) -> int:
             if options.device:
                 use_fake_cuda(options.device)
             walks = dry_run(config, ranks, options.rank, "cuda" if options.device else "cpu")
-            print_walks(Console(markup=False), walks, ranks, options.rank)
-            return 0
+            fits = print_walks(Console(markup=False), walks, ranks, options.rank, options.device or "")
+            return 0 if fits else DOES_NOT_FIT
         longest = max(config.job.startup_timeout_seconds, config.job.timeout_seconds, config.checkpoint.timeout_seconds)
         with name_lost_ranks():
             world = start_ranks(longest)

@@ -122,7 +122,6 @@ OPTIONS = {
     "bf16, compiled": [BF16, COMPILED],
     "flash": [BF16, "--context_parallel.kernel=flash"],
     "flex": [BF16, "--context_parallel.kernel=flex"],
-    "compiled, reduce-overhead": [BF16, COMPILED, "--compile.mode=reduce-overhead"],
     "selective, compiled": [BF16, COMPILED, "--activation.checkpoint=selective"],
     "selective": [BF16, "--activation.checkpoint=selective"],
     "selective, offloaded": [BF16, "--activation.checkpoint=selective", "--activation.offload=true"],

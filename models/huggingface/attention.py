@@ -18,7 +18,7 @@ def attention(
     attention_mask: Tensor | None,
     *,
     dropout: float = 0.0,
-    scaling: float | None = None,
+    scaling: float | Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -30,6 +30,7 @@ def attention(
     Args:
         module: the layer's; it has `attend`, and `shared.plans` for families that drop unknown keywords.
         query: `[B, Hq, S/cp, Dqk]`; key `[B, Hkv, S/cp, Dqk]`; value `[B, Hkv, S/cp, Dv]`.
+        scaling: of the scores; a tensor `[]` multiplies the queries.
         sliding_window: keys that a query sees, itself included.
         s_aux: `[Hq]`, sinks.
 
@@ -50,6 +51,8 @@ def attention(
         raise ValueError(
             f"{type(module).__name__} calls attention with {', '.join(unsupported)}, which is not supported"
         )
+    if isinstance(scaling, Tensor):
+        query, scaling = query * scaling, 1.0
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     plans = module.shared.plans if plans is None else plans  # type: ignore[union-attr]
     options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}

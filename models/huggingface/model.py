@@ -67,8 +67,13 @@ class HuggingFaceModel(LanguageModel):
         if output.weight.is_meta:  # even then buffers are real
             self._initializer.restore_buffers(self, torch.device("cpu"))
         for layer in args.look.layers:
-            module = self.get_submodule(layer.attention)
-            module.attend, module.shared = attend, self.shared  # type: ignore[assignment]
+            module: Any = self.get_submodule(layer.attention)
+            module.attend, module.shared = attend, self.shared
+            scales = {other.scale for other in args.look.layers if other.qk_dim == layer.qk_dim}
+            if len(scales) > 1 and isinstance(getattr(module, "scaling", None), float):
+                # GPT-2 may scale by the layer's number. A number is a constant of compiled code, which would serve this
+                # layer alone; a tensor is an input.
+                module.scaling = torch.tensor(module.scaling, dtype=torch.float64, device="cpu")
         output.forward = self._run_head(output)
         for rotary, _ in self._rotaries():
             rotary.forward = in_double(rotary.forward)

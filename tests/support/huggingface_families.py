@@ -455,6 +455,17 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
 REFUSED = _known(_REFUSED)
 
 
+def with_layers(config: Keys, layers: int) -> Keys:
+    """The same config with this many layers: what it says of each layer is repeated."""
+    old = config["num_hidden_layers"]
+    repeated = {
+        key: [value[layer % old] for layer in range(layers)]
+        for key, value in config.items()
+        if isinstance(value, list) and len(value) == old
+    }
+    return {**config, **repeated, "num_hidden_layers": layers}
+
+
 def eager_model(config: Keys, seed: int = 0) -> PreTrainedModel:
     """Transformers' own model, in fp32, with its `eager` attention and `random_weights`."""
     keys = {key: value for key, value in config.items() if key != "model_type"}

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend, doctor
 
 LENGTH, DIM, HEADS, HEAD_DIM, WINDOW, SCALE, CAP = 128, 32, 4, 8, 24, 0.6, 4.0
+CHUNK = 80  # longer than the shard of two ranks
 DOCUMENTS = (37, 1, 90)
 MASK = AttentionMask(document_lengths=(DOCUMENTS,))
 BASES = {"full": 0.3, "sliding": 0.5}
@@ -159,14 +160,18 @@ def examined(fault: str, strategy: str = "ring") -> tuple[str, str, bool]:
 
 
 class SdpaAttention(nn.Module):
-    """Calls scaled_dot_product_attention, or computes the same by hand."""
+    """Calls scaled_dot_product_attention, or computes the same by hand; a chunk shows where it is shorter than x."""
 
-    def __init__(self, *, by_hand: bool) -> None:
+    def __init__(self, *, by_hand: bool, chunk: int = LENGTH) -> None:
         super().__init__()
-        self.qkv, self.by_hand = nn.Linear(DIM, 3 * DIM), by_hand
+        self.qkv, self.by_hand, self.chunk = nn.Linear(DIM, 3 * DIM), by_hand, chunk
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        if x.shape[1] > self.chunk:
+            rows = torch.arange(x.shape[1])
+            seen = (rows[:, None] >= rows) & (rows[:, None] // self.chunk == rows // self.chunk)
+            return F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)
         if not self.by_hand:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         hidden = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
@@ -181,7 +186,7 @@ class SdpaDecoder(nn.Module):
         super().__init__()
         self.fault = fault
         self.embed, self.places = nn.Embedding(50, DIM), nn.Embedding(LENGTH, DIM)
-        self.attention = SdpaAttention(by_hand=fault == "by hand")
+        self.attention = SdpaAttention(by_hand=fault == "by hand", chunk=CHUNK if fault == "chunks" else LENGTH)
         self.conv = nn.Conv1d(DIM, DIM, 2) if fault == "recurrence" else nn.Identity()
 
     def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class _Comparison:
             attends = any(f"{name}.".startswith(f"{mixers[0]}.") for name in attend_trace.attending)
             fault = "an attention that never reaches us" if attends else "a recurrence or convolution"
             yield fault, mixers[0], "it moves information between tokens, and nothing carries that across ranks"
-        if error := ranks.error or attend_trace.error or plain.error:
+        if error := ranks.error or plain.error:
             yield "refused", next(reversed(ranks.calls), ""), error
             return
         if event := _first_difference(self.traces["ranks, own values"].events, attend_trace.events):
@@ -157,6 +157,8 @@ class _Comparison:
             for run in ("plain", "ranks"):
                 if self._changed(run, token)[stop:].any():
                     yield LEAK, "", f"token {token} changes positions beyond its document's end at {stop} ({run})"
+        if attend_trace.error:
+            yield "refused", next(reversed(attend_trace.calls), ""), attend_trace.error
 
     def _class_of(self, layer: str) -> str:
         return type(self.model.get_submodule(layer)).__name__
@@ -185,9 +187,12 @@ class _Comparison:
         q, k, v = (events[layer, name] for name in "qkv")
         call_options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
 
-        def error(mask: Any = call_mask, window: Any = 0, **options: Any) -> float:
+        def output(mask: Any = call_mask, window: Any = 0, **options: Any) -> Tensor:
             plan = make_plan(length, mask=mask.windowed(round(window)), kernel="reference")
-            return difference(sketch(attend(q, k, v, plan, **(call_options | options)).flatten(2)), want)
+            return sketch(attend(q, k, v, plan, **(call_options | options)).flatten(2))
+
+        def error(**changed: Any) -> float:
+            return difference(output(**changed), want)
 
         documents = replace(call_mask, document_lengths=self.plan.mask.document_lengths)
         together = replace(call_mask, document_lengths=None, used_lengths=None)
@@ -196,6 +201,10 @@ class _Comparison:
             (error(mask=documents), LEAK, "one process keeps documents apart"),
             (error(mask=together), LEAK, "the ranks keep documents apart, and one process does not"),
         ]
+        # A query of the first chunk loses nothing, so the first that differs begins the second.
+        if chunk := int(_changed_rows(output(), want, TOLERANCE).int().argmax()):
+            evidence = f"one process attends within chunks of {chunk} tokens, the ranks beyond them"
+            tried.append((error(mask=_chunked(call_mask, length, chunk)), "chunks lost", evidence))
         for p in self.model.get_submodule(layer).parameters():
             if p.shape == q.shape[2:3]:
                 tried.append((error(sinks=p.detach().cpu()), "a sink lost", "one process has a sink for each head"))
@@ -241,11 +250,18 @@ def by_layer(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {layer: torch.cat(parts) for layer, parts in layers.items()}
 
 
-def _changed_rows(got: Tensor | None, base: Tensor) -> Tensor:
-    """Which positions of the first sequence differ, `[S]`."""
+def _chunked(mask: AttentionMask, length: int, chunk: int) -> AttentionMask:
+    """A mask whose documents are cut into chunks."""
+    rows = mask.document_lengths or ((length,),)
+    cut = (tuple(min(chunk, size - start) for size in row for start in range(0, size, chunk)) for row in rows)
+    return replace(mask, document_lengths=tuple(cut), used_lengths=None)
+
+
+def _changed_rows(got: Tensor | None, base: Tensor, tolerance: float = CHANGED) -> Tensor:
+    """Which positions of the first sequence differ by more than `tolerance` of the largest number, `[S]`."""
     if got is None or got.shape != base.shape:
         return torch.zeros(base.shape[1], dtype=torch.bool)
-    return (got[0] - base[0]).abs().flatten(1).amax(-1) > CHANGED * base[0].abs().max()
+    return (got[0] - base[0]).abs().flatten(1).amax(-1) > tolerance * base[0].abs().max()
 
 
 def _first_difference(got: Mapping[Event, Tensor], want: Mapping[Event, Tensor]) -> Event | None:

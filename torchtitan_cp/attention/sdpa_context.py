@@ -20,16 +20,17 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torchtitan_cp.attention.api import ContextParallel, attend
 from torchtitan_cp.attention.collectives import gather
+from torchtitan_cp.attention.counting import CountTracker
 from torchtitan_cp.attention.errors import PlanError
-from torchtitan_cp.attention.mask import AttentionMask
+from torchtitan_cp.attention.mask import UNBOUNDED, AttentionMask
 from torchtitan_cp.attention.plan import Plan
 
 # CPU and CUDA serve calls in inference mode, without autograd.
 DISPATCH_KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
 _ATTENTION_MODULE = re.compile(r"(Attention|Attn)\d*$")
 _TOKEN_MIXER_MODULE = re.compile(r"DeltaNet|DeltaAttention|LinearAttention|Mamba|RWKV|Retention|ShortConv|Recurrent")
-_COUNTERS = (torch.arange, torch.cumsum, Tensor.cumsum)
 _SHIFTS = (F.pad, Tensor.__getitem__, torch.roll, Tensor.roll)
+_MAXIMA = (torch.max, torch.amax, Tensor.max, Tensor.amax)
 _SDPA = torch._C._nn.scaled_dot_product_attention
 SDPA_FIX = (
     "its ranks would each attend to their own shard only: choose an attention that goes through "
@@ -73,8 +74,9 @@ def context_parallel(
     Raises:
         PlanError: buffers do not fit together; a call does something that a shard cannot honour (an attn_mask,
             dropout, another length, another causal order than `mask`'s, reentrant checkpointing); a module whose
-            name says attention makes no call, or has a window other than `mask`'s; a convolution or recurrence
-            runs over the sequence; positions are counted or labels shifted within the shard; nothing calls SDPA.
+            name says attention makes no call, has a window other than `mask`'s, or attends within chunks that are
+            shorter than a document; a convolution or recurrence runs over the sequence; queries, keys or values
+            depend on positions counted within the shard; labels are shifted within it; nothing calls SDPA.
     """
     length = _common_length(buffers, buffer_seq_dims)
     base_mask = mask or AttentionMask()
@@ -115,11 +117,15 @@ def _common_length(buffers: Sequence[Tensor], dims: Sequence[int]) -> int:
 
 
 def _counts_positions(buffer: Tensor, dim: int) -> bool:
-    """Whether a buffer's integers rise by one along `dim`, or fall back at a document's start."""
+    """Whether a buffer's integers rise by one along `dim`, or begin anew at a document's start.
+
+    After a document of one token, two starts follow each other.
+    """
     if buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool:
         return False
-    steps = buffer.diff(dim=dim)
-    return bool(((steps == 1) | (steps < 0)).all())
+    steps, rises = buffer.diff(dim=dim), buffer.diff(dim=dim) == 1
+    starts = (steps < 0) | ((steps == 0) & (buffer.narrow(dim, 1, steps.shape[dim]) == buffer.min()))
+    return bool((rises | starts).all() and rises.any())
 
 
 def _never_called(model: nn.Module | None, action: str = "") -> PlanError:
@@ -140,9 +146,10 @@ class _Block(TorchFunctionMode):
 
     Attributes:
         calls: how many calls were intercepted so far.
-        positions: ids of the buffers that hold positions.
+        longest: the length of the longest document.
+        last_position: the largest position of each buffer that holds positions, by id.
         sequence_dims: the sequence dim of each other buffer, by id.
-        counter: name of the function that counted positions within a shard, if one did.
+        counter: name of a function whose count of a shard's tokens has reached attention, if one has.
         read_positions: whether a function has read a buffer of positions.
         calls_before: per attention module that runs, how many calls there were before it.
     """
@@ -150,8 +157,11 @@ class _Block(TorchFunctionMode):
     def __init__(self, plans: dict[bool, Plan], mask: AttentionMask | None, buffers: list[tuple[Tensor, int]]) -> None:
         super().__init__()
         self.plans, self.plan, self.mask, self.calls = plans, plans[True], mask, 0
-        self.positions = {id(buffer) for buffer, dim in buffers if _counts_positions(buffer, dim)}
-        self.sequence_dims = {id(x): dim % x.ndim for x, dim in buffers if id(x) not in self.positions}
+        spans = (span for row in self.plan.mask.documents(self.plan.sequence_length) for span in row)
+        self.longest = max((stop - start for start, stop in spans), default=0)
+        self.last_position = {id(x): int(x.max()) for x, dim in buffers if _counts_positions(x, dim)}
+        self.sequence_dims = {id(x): dim % x.ndim for x, dim in buffers if id(x) not in self.last_position}
+        self.counts = CountTracker(self.plan.local_tokens, (buffer for buffer, _ in buffers))
         self.counter, self.read_positions = "", False
         self.calls_before: dict[nn.Module, int] = {}
 
@@ -186,6 +196,8 @@ class _Block(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """The signature of torch.nn.functional.scaled_dot_product_attention, `[B, H, S/P, D]`."""
+        if self.mask and self.plan.local_tokens == 1 < self.plan.ranks:
+            is_causal = self.mask.causal  # models call attention of a single token not causal, as it has one key
         refusal = self._refusal(query, key, value, attn_mask, dropout_p, is_causal)
         if not self.calls:
             # If one rank refuses the first call, all ranks raise: the others would wait for its keys forever.
@@ -214,6 +226,11 @@ class _Block(TorchFunctionMode):
                 fix="describe it as context_parallel(..., mask=AttentionMask(...)) and let the model build none "
                 "(Hugging Face models: pass attention_mask=torch.ones_like(input_ids))",
             )
+        if local_tokens == 1 < self.plan.ranks and not self.mask:
+            return PlanError(
+                "a shard of one token does not show whether attention is causal",
+                fix="say so: context_parallel(..., mask=AttentionMask())",
+            )
         if dropout_p:
             return PlanError(f"attention dropout of {dropout_p} is not available", fix="set it to 0")
         if self.mask and self.mask.causal != is_causal:
@@ -239,12 +256,17 @@ class _Block(TorchFunctionMode):
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
         if func in (torch.lstm, torch.gru) or (func in (F.conv1d, F.conv_transpose1d) and weight.shape[-1] > 1):
             raise _mixes_neighbours(name)
+        if func is _SDPA and torch._C._current_graph_task_id() == -1:  # not recomputed in backward
+            operands = (*args[:3], *(kwargs.get(operand) for operand in ("query", "key", "value")))
+            self.counter = self.counter or self.counts.counter_of(operands)
         out = func(*args, **kwargs)
-        self.read_positions |= any(id(x) in self.positions for x in (*args, *kwargs.values()))
-        if func in _COUNTERS and local > 1 and out.shape[-1:] == (local,):
-            if (out[..., -1] - out[..., 0] == local - 1).all():
-                self.counter = name
-        elif func in _SHIFTS and args and id(args[0]) in self.sequence_dims:
+        self.counts.follow(func, args, kwargs, out)
+        self.read_positions |= any(id(x) in self.last_position for x in (*args, *kwargs.values()))
+        if func in _MAXIMA and len(args) == 1 and not kwargs:
+            base = args[0] if args[0]._base is None else args[0]._base
+            if id(base) in self.last_position:  # RoPE whose frequencies depend on the sequence's length
+                return torch.full_like(out, self.last_position[id(base)])
+        if func in _SHIFTS and args and id(args[0]) in self.sequence_dims:
             dim = self.sequence_dims[id(args[0])]
             if "roll" in name or (out.ndim == args[0].ndim and out.shape[dim] != local):
                 raise PlanError(
@@ -260,28 +282,58 @@ class _Block(TorchFunctionMode):
             raise _mixes_neighbours(name)
         if _ATTENTION_MODULE.search(name):
             self.calls_before[module] = self.calls
-            self._check_window(module)
+            self._check_reach(module)
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         if self.calls_before.pop(module, None) == self.calls:
             raise _never_called(module, "ran and ")
 
-    def _check_window(self, module: nn.Module) -> None:
-        """Refuse a module whose window is not the mask's.
+    def _check_reach(self, module: nn.Module) -> None:
+        """Refuse a module that has chunks, or another window than the mask's.
 
-        transformers applies a window only if it is shorter than the tokens that it sees, here those of a shard.
+        transformers restricts a layer only where it is shorter than the tokens that it sees, here those of a shard.
         """
-        config = getattr(module, "config", None)
-        window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-        left = self.mask.window[0] if self.mask else -1
-        mask_window = left + 1 if 0 <= left < self.plan.sequence_length - 1 else None
-        if window != mask_window and window and (window < self.plan.sequence_length or mask_window):
+        name, config = type(module).__name__, getattr(module, "config", None)
+        kind, causal = _kind_of(module), getattr(module, "is_causal", True) is not False
+        chunk = getattr(config, "attention_chunk_size", None)
+        if kind in ("", "chunked_attention") and chunk and chunk < self.longest:
             raise PlanError(
-                f"{type(module).__name__} has sliding_window = {window}, and this block's mask has "
-                + (f"{mask_window}" if mask_window else "none"),
-                fix="give context_parallel(..., mask=AttentionMask(window=(sliding_window - 1, -1))); layers with "
+                f"{name} has attention_chunk_size = {chunk}, and this block has a document of {self.longest} tokens",
+                fix="choose an attention_chunk_size that no document exceeds, or train without context parallelism",
+            )
+        declared = getattr(config, "sliding_window", None)
+        window = None if kind == "full_attention" else getattr(module, "sliding_window", declared)
+        if not causal and window:  # the module's may count the query itself, the config's never does
+            window = declared or window - 1
+        own, others, blocks = (
+            self._limits(sides, causal)
+            for sides in (_sides(window, causal), _sides(declared, causal), self.plan.mask.window)
+        )
+        if own != blocks and (own, others) != (UNBOUNDED, UNBOUNDED):
+            has = "none" if blocks == UNBOUNDED else blocks[0] + 1 if causal else blocks
+            raise PlanError(
+                f"{name} has sliding_window = {window}, and this block's mask has {has}",
+                fix=f"give context_parallel(..., mask=AttentionMask(window={_sides(window, causal)})); layers with "
                 "different windows cannot share a block",
             )
+
+    def _limits(self, window: tuple[int, int], causal: bool) -> tuple[int, int]:
+        """A window (left, right), -1 where it restricts nothing within the documents."""
+        left, right = (side if side < self.longest - 1 else -1 for side in window)
+        return left, -1 if causal else right
+
+
+def _kind_of(module: nn.Module) -> str:
+    """The entry of transformers' `layer_types` for an attention module; "": it has none."""
+    kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    return kinds[layer] if kinds and isinstance(layer, int) and layer < len(kinds) else ""
+
+
+def _sides(window: int | None, causal: bool) -> tuple[int, int]:
+    """transformers' window as (left, right). Only a causal one counts the query itself."""
+    if not window:
+        return UNBOUNDED
+    return (window - 1, -1) if causal else (window, window)
 
 
 def _in_reentrant_checkpoint() -> bool:

@@ -3,7 +3,8 @@
 Source: GShard (Lepikhin et al., 2020); without dropping tokens, MegaBlocks (Gale et al., 2022).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,18 +39,15 @@ class RoutingSums:
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
         self.experts = experts
-        self._sums = torch.zeros(layers, experts + 1, dtype=torch.float64, device=device)  # counts, then the entropy
-
-    def add(self, layer: int, counts: Tensor, entropy: Tensor) -> None:
-        """Add what a layer's router chose in one forward; counts `[X]`."""
-        self._sums[layer, :-1] += counts.to(self._sums.device)  # a dry run's counts are on the host
-        self._sums[layer, -1] += entropy
+        # A tensor for each layer, so that the compiled code of one layer can add to those of any: counts, entropy.
+        self.layers = [torch.zeros(experts + 1, dtype=torch.float64, device=device) for _ in range(layers)]
 
     def take(self) -> Routing:
         """The sums over all ranks since the last call. Collective over the job."""
-        dist.all_reduce(self._sums)
-        taken = self._sums.clone()
-        self._sums.zero_()
+        taken = torch.stack(self.layers)
+        dist.all_reduce(taken)
+        for sums in self.layers:
+            sums.zero_()
         return Routing(taken[:, :-1], taken[:, -1])
 
 
@@ -69,7 +67,14 @@ def dispatch_experts(model: nn.Module, sums: RoutingSums, group: ProcessGroup | 
         group: the ranks that share the experts; None: each has all.
     """
     for layer, experts in getattr(model, "experts", {}).items():
-        experts.forward = ExpertDispatch(layer, experts, sums, group)
+        experts.dispatch = ExpertDispatch(layer, experts, sums, group)
+        # One function for all layers: torch.compile guards the identity of a forward, or of a method's function.
+        experts.forward = MethodType(_forward, experts)
+
+
+def _forward(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    out: Tensor = experts.dispatch(hidden, chosen, shares)
+    return out
 
 
 def count_choices(chosen: Tensor, experts: int) -> Tensor:
@@ -84,8 +89,7 @@ class ExpertDispatch:
     """
 
     def __init__(self, layer: int, module: nn.Module, sums: RoutingSums, group: ProcessGroup | None) -> None:
-        self.layer, self.module, self.sums, self.group = layer, module, sums, group
-        self.compute: Callable[..., Tensor] = module.forward
+        self.module, self.sums, self.group = module, sums.layers[layer], group
         self.ranks, self.experts = group.size() if group else 1, sums.experts
         if hasattr(module, "num_experts"):  # transformers' forward reads it
             vars(module)["num_experts"] = self.experts // self.ranks
@@ -104,12 +108,17 @@ class ExpertDispatch:
         if torch.is_grad_enabled():
             normalized = shares.detach().double()
             normalized = normalized / normalized.sum(-1, keepdim=True)
-            routing = self.layer, counts.sum(0), torch.special.entr(normalized).sum()
+            routing = counts.sum(0), torch.special.entr(normalized).sum()
             # On the input, as FSDP warns of modules whose output is a view.
             hidden = _Counted.apply(hidden, self.sums, routing)
         if self.ranks > 1:
             return self._dispatch(hidden, chosen, shares, counts)
-        return self.compute(hidden, chosen, shares)
+        return self._compute(hidden, chosen, shares)
+
+    def _compute(self, *inputs: Tensor) -> Tensor:
+        """The module's own forward."""
+        out: Tensor = type(self.module).forward(self.module, *inputs)
+        return out
 
     def _dispatch(self, hidden: Tensor, chosen: Tensor, shares: Tensor, counts: Tensor) -> Tensor:
         """Send tokens to their experts, and combine what comes back.
@@ -166,7 +175,7 @@ class ExpertDispatch:
         parameters: Any = self.module._parameters
         vars(self.module)["_parameters"] = {name: local_tensor(x) for name, x in parameters.items()}
         try:
-            out = self.compute(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+            out = self._compute(rows, numbers[:, None], rows.new_ones(len(rows), 1))
         finally:
             vars(self.module)["_parameters"] = parameters
         return out[:0] if empty else out
@@ -196,11 +205,13 @@ class _Counted(torch.autograd.Function):
     """The identity; adds up a layer's routing in backward. A tensor hook cannot do that in compiled code."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, sums: RoutingSums, routing: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, sums: Tensor, routing: tuple[Tensor, ...]) -> Tensor:
         ctx.sums, ctx.routing = sums, routing
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.sums.add(*ctx.routing)
+        counts, entropy = ctx.routing
+        ctx.sums[:-1] += counts.to(ctx.sums.device)  # a dry run's counts are on the host
+        ctx.sums[-1] += entropy
         return gradient, None, None

@@ -8,6 +8,7 @@ import torch
 from torchtitan_cp.metrics.throughput import PEAK_FLOPS
 
 GB, GIB = 1e9, 2**30
+HOST_BYTES = 2e12
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Accelerator:
         source: of the numbers that are not assumed.
         fused_norm: whether RMSNorm is one kernel that keeps only its input; otherwise it also keeps two fp32 copies.
         capability: see kernels.Case; cudnn: fractions of the peak (forward, backward); None: as the other kernels.
+        host_bytes: ASSUMED host memory of a node, even if a job uses few of its devices; 0: not known, or the device's.
     """
 
     peak_flops: dict[torch.dtype, float] = field(hash=False)
@@ -43,6 +45,7 @@ class Accelerator:
     fused_norm: bool = True
     capability: tuple[int, int] | None = None
     cudnn: tuple[float, float] | None = None
+    host_bytes: float = 0.0
 
     def attention(self, kernel: str) -> tuple[float, float]:
         """Fractions of the peak that an attention kernel reaches, forward and backward."""
@@ -53,23 +56,24 @@ class Accelerator:
 # for each GPU, as in DGX A100, H100, H200, B200. Attention: FlashAttention-2, which reaches a smaller fraction of the
 # peak on Hopper and Blackwell than on Ampere (Shah et al., FlashAttention-3, 2024, figure 5). It was measured on an
 # H100 (docs/cuda.md, tiles of a ring, head dim 128), and an H200 has the same processor.
+# Host memory: as in DGX systems.
 ACCELERATORS = {
     "h100-80g": Accelerator(
         PEAK_FLOPS["H100"], 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.34, 0.32,
-        "NVIDIA H100 data sheet, SXM", capability=(9, 0), cudnn=(0.59, 0.54),
+        "NVIDIA H100 data sheet, SXM", capability=(9, 0), cudnn=(0.59, 0.54), host_bytes=HOST_BYTES,
     ),
     "h200-141g": Accelerator(
         PEAK_FLOPS["H200"], 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.34, 0.32,
-        "NVIDIA H200 data sheet, SXM", capability=(9, 0), cudnn=(0.59, 0.54),
+        "NVIDIA H200 data sheet, SXM", capability=(9, 0), cudnn=(0.59, 0.54), host_bytes=HOST_BYTES,
     ),
     "a100-80g": Accelerator(
         PEAK_FLOPS["A100"], 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
-        "NVIDIA A100 data sheet, SXM 80GB", capability=(8, 0),
+        "NVIDIA A100 data sheet, SXM 80GB", capability=(8, 0), host_bytes=HOST_BYTES,
     ),
     "b200-192g": Accelerator(
         PEAK_FLOPS["B200"], 192 * GB, 8e12, 900e9, 50e9, 8, 15e-6, 0.65, 0.25, 0.20,
         "NVIDIA Blackwell architecture brief, B200 SXM; its attention is assumed to gain little over Hopper's",
-        capability=(10, 0), cudnn=(0.45, 0.35),
+        capability=(10, 0), cudnn=(0.45, 0.35), host_bytes=HOST_BYTES,
     ),
     # One core of a server with AVX-512: 2 products of 16 fp32 lanes a cycle at 2.5 GHz; bf16 without AMX is slower.
     "cpu": Accelerator(
@@ -102,6 +106,11 @@ class Cluster:
     def usable_bytes(self) -> float:
         """Memory of a rank that a step may use."""
         return self.accelerator.memory_bytes * USABLE_MEMORY
+
+    @property
+    def usable_host_bytes(self) -> float:
+        """Host memory of a node that a step may use; 0 if it is not known."""
+        return self.accelerator.host_bytes * USABLE_MEMORY
 
     def rate(self, dtype: str, share: float) -> float:
         """FLOP/s of a kernel that reaches `share` of the peak."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import multiprocessing
 import sys
 from collections import Counter
@@ -23,8 +24,10 @@ from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.micro_batches import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.planner.devices import USABLE_MEMORY, make_cluster
 from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_flex, fake_job, real_tensors
 from torchtitan_cp.planner.parameters import sized_model_args
+from torchtitan_cp.planner.report import misfit
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
@@ -85,12 +88,29 @@ class DryModel(ParallelModel):
         rows = (stage.micro_batch_sequences, plans[0].local_tokens)
         tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for shape in (rows, rows, rows[1:]))
         batch = MicroBatch(tokens, labels, positions, plans)
-        # Memory repeats after two micro-batches, or one for each pipeline rank.
-        pipeline = self.meshes.pp.size()
-        batches = (batch,) * min(stage.micro_batches, pipeline if pipeline > 1 else 2)
+        batches = (batch,) * int(min(stage.micro_batches, self._repeats_after()))
+        others = self._receive_buffers(batch, stage.micro_batches - len(batches))
         self.forward_backward(batches)
         self.update(lr=0.0, grad_norm=0.0)
+        del others
         return StageWalk(stage, len(batches), self.tracker.peak, self.tracker.at_peak, Counter(self.tracker.messages))
+
+    def _repeats_after(self) -> float:
+        """Micro-batches after which the memory of a step repeats.
+
+        A plain pipeline first runs a forward for each rank; its second backward finds as many activations as the first,
+        and the first one's gradients.
+        """
+        ranks, schedule = self.meshes.pp.size(), self.config.parallel.pp_schedule
+        return 2 if ranks == 1 else (ranks + 1 if schedule == "1f1b" else 2 * ranks)
+
+    def _receive_buffers(self, batch: MicroBatch, micro_batches: int) -> list[torch.Tensor]:
+        """What a pipeline's stages receive in micro-batches that are not walked; torch makes all buffers beforehand."""
+        if not self.pipeline:
+            return []
+        last = self.pipeline.last_stage
+        count = micro_batches * sum((number > 0) + (number < last) for number in self.pipeline.parts)
+        return [torch.empty_like(self._hidden(batch), device=self.world.device.device) for _ in range(count)]
 
 
 def dry_run(config: Config, ranks: int, rank: int = 0, device: str = "cpu") -> list[StageWalk]:
@@ -172,13 +192,24 @@ def _walk(stage: ResolvedStage) -> StageWalk:
     return _walk_stage(stage)
 
 
-def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:
-    """A table of memory, and one of messages for each stage, largest first."""
-    memory = Table("stage", "cp", "micro-batches run", *KINDS, "peak", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int, device: str = "") -> bool:
+    """Print a table of memory, one of messages for each stage, largest first, and which stages do not fit the device.
+
+    Args:
+        device: of the planner's table; "" for none, and no verdict.
+
+    Returns:
+        Whether every stage fits.
+    """
+    usable = make_cluster(device).usable_bytes if device else math.inf
+    verdict = ("fits",) if device else ()
+    memory = Table("stage", "cp", "micro-batches run", *KINDS, "peak", *verdict, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     memory.title = f"rank {rank} of {ranks}, GiB at the peak"
     for walk in walks:
         kinds = [f"{walk.by_kind.get(kind, 0) / 2**30:.2f}" for kind in KINDS]
-        memory.add_row(walk.stage.name, str(walk.stage.cp), walk.part, *kinds, f"{walk.peak_bytes / 2**30:.2f}")
+        kinds.append(f"{walk.peak_bytes / 2**30:.2f}")
+        fits = ("yes" if walk.peak_bytes <= usable else "NO",) if device else ()
+        memory.add_row(walk.stage.name, str(walk.stage.cp), walk.part, *kinds, *fits)
     console.print(memory)
     for walk in walks:
         table = Table("operation", "group", "times", "MiB each", "GiB in all")
@@ -187,3 +218,9 @@ def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: 
             sizes = f"{message.size_bytes / 2**20:.3f}", f"{message.size_bytes * times / 2**30:.3f}"
             table.add_row(message.operation, message.group, str(times), *sizes)
         console.print(table)
+    unfit = [walk for walk in walks if walk.peak_bytes > usable]
+    for walk in unfit:
+        console.print(misfit(walk.stage.name, walk.peak_bytes, usable, f"on rank {rank}", "the device"))
+    if device:
+        console.print(f"{device}: {usable / 2**30:.1f} GiB are usable, {USABLE_MEMORY:.0%} of its memory")
+    return not unfit

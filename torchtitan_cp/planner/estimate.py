@@ -9,6 +9,7 @@ from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
+from torchtitan_cp.planner.host import host_memory
 from torchtitan_cp.planner.memory import Memory, block_bytes, kept_bytes, rank_memory
 from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
@@ -54,9 +55,23 @@ class Estimate(PlannedStage):
         phases = (memory for pp_rank in self.ranks for memory in rank_memory(self, pp_rank))
         return max(phases, key=lambda memory: memory.total)
 
+    @cached_property
+    def host(self) -> dict[str, float]:
+        """Bytes of host memory of a node, by kind."""
+        return host_memory(self)
+
+    @property
+    def fits_device(self) -> bool:
+        return self.memory.total <= self.cluster.usable_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether a node's host memory is enough, or not known."""
+        return not self.cluster.accelerator.host_bytes or sum(self.host.values()) <= self.cluster.usable_host_bytes
+
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.cluster.usable_bytes
+        return self.fits_device and self.fits_host
 
     @cached_property
     def seconds(self) -> dict[str, float]:

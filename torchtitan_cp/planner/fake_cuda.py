@@ -22,6 +22,10 @@ from torchtitan_cp.config import ConfigError
 from torchtitan_cp.planner.devices import ACCELERATORS
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+# Operators of which a CUDA build has one kernel, while a device without a kernel gets several operations, which keep
+# more for their backward.
+ONE_KERNEL = ("_fused_rms_norm", "silu_backward", "mish_backward")
+_library = torch.library.Library("aten", "IMPL")  # its registrations last as long as it does
 
 
 def library_path(torch_folder: Path) -> Path:
@@ -117,3 +121,6 @@ def use_fake_cuda(device: str) -> None:
     torch.Generator = _Generator  # type: ignore[misc]
     torch.Tensor.record_stream = _answer(None)  # type: ignore[method-assign]
     fake_tensor.init_gpu_context = _answer(None)
+    for name in ONE_KERNEL:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            _library.impl(name, _answer(None), "CUDA")  # never called, since fake tensors have results of their own

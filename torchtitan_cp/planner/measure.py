@@ -40,7 +40,8 @@ def measure_accelerator(config: Config, args: PlannedArgs, ranks_per_node: int) 
     base, dtype = _table_entry(device), getattr(torch, config.training.compute_dtype)
     tokens = min(TOKENS[device.device.type], max(stage.seq_len for stage in config.curriculum.stages))
     peak = find_peak(device.device, device.name, dtype, config.metrics.peak_tflops).flops_per_second
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = host_bytes / ranks_per_node
     if device.device.type == "cuda":
         memory_bytes = torch.cuda.get_device_properties(device.device).total_memory
     new = partial(torch.randn, dtype=dtype, device=device.device)
@@ -49,6 +50,7 @@ def measure_accelerator(config: Config, args: PlannedArgs, ranks_per_node: int) 
         base,
         peak_flops=base.peak_flops | {dtype: peak},
         memory_bytes=memory_bytes,
+        host_bytes=host_bytes if device.device.type == "cuda" else 0.0,
         memory_bandwidth=_bandwidth(new, args, tokens) / MEMORY_BANDWIDTH,
         linear=_product_rate(new, args, tokens) / peak,
         attention_forward=forward / peak,

@@ -31,10 +31,11 @@ class BlockBytes:
         stream: the layer's input, which tp cuts along the sequence.
         first_norm, second_norm: what a norm keeps, and its gathered output; the first norm's input is the stream.
         qkv: rotated q, k and v, 0 if an all-to-all keeps its own; unrotated_qkv: the same before the rotation.
+        normed_qk: what norms of q and k keep, which is q and k before the rotation.
         out: output of the attention, and log-sum-exp.
         all_to_all: what an all-to-all keeps.
         ffn: the MLP's four tensors of ffn_dim.
-        copies: rows that are sent to experts, and the rows that come back.
+        copies: rows that are sent to experts, the rows that come back, and these times their shares.
     """
 
     stream: float
@@ -42,6 +43,7 @@ class BlockBytes:
     second_norm: float
     qkv: float
     unrotated_qkv: float
+    normed_qk: float
     out: float
     all_to_all: float
     ffn: float
@@ -55,16 +57,20 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
     query, key = args.n_heads * args.head_dim / tp, args.n_kv_heads * args.head_dim / tp
     stream = e / tp * c
     # A norm keeps its input, or if it is not fused two fp32 copies (in fp32 one is the input). Its output is gathered.
-    second = (stream if planned.fused_norm else 2 * FP32_BYTES * e / tp) + e * c
-    first = second - stream if planned.fused_norm or c == FP32_BYTES else second
+    by_norm = stream if planned.fused_norm else 2 * FP32_BYTES * e / tp
+    first = by_norm + e * c - (stream if planned.fused_norm or c == FP32_BYTES else 0)
+    second = by_norm + (stream if args.n_experts else e * c)  # experts take the rows of their own rank
     ranks = planned.all_to_all_ranks(planned.strategy)
     traded, all_to_all = heads.after_all_to_all(ranks), 0.0
     qkv = unrotated_qkv = tokens * (query + 2 * key) * c
     out = tokens * (query * c + heads.query * FP32_BYTES)
     if ranks > 1:
-        qkv = unrotated_qkv = 0.0
+        qkv = 0.0
         all_to_all = tokens * ranks * (2 * (traded.query + traded.key) * traded.dim * c + traded.query * FP32_BYTES)
+    norm_bytes = c if planned.fused_norm else 2 * FP32_BYTES
+    normed_qk = tokens * (query + key) * norm_bytes if getattr(args, "qk_norm", False) else 0.0
     if share := sum(map(bool, args.state_sizes)) / args.n_layers:
+        normed_qk *= 1 - share
         # A gated delta net keeps q, k and v before and after their convolution, its gate three times (as it is, in fp32
         # and after the SiLU), and the norm and the product of its output.
         channels, values = args.state_widths
@@ -78,10 +84,11 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
         second_norm=tokens * second,
         qkv=qkv,
         unrotated_qkv=unrotated_qkv,
+        normed_qk=normed_qk,
         out=out,
         all_to_all=all_to_all,
         ffn=tokens * 4 * args.active_ffn_dim / tp * c,
-        copies=tokens * 2 * args.experts_per_token * e * c / tp,
+        copies=tokens * 3 * args.experts_per_token * e * c / tp,
     )
 
 
@@ -113,10 +120,10 @@ def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, 
         # tensors from w1 and w3; and from the product that joins the rows that come back from experts.
         width = block.stream * planned.degrees.tp
         joined = width if planned.sent_to_experts else 0.0
-        ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 2 or width) + joined
+        ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 3 or width) + joined
         return block.stream + width, attention + block.unrotated_qkv, ffn
     inputs = block.stream + block.first_norm + _second_norm_kept(block, tiles)
-    return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.ffn + block.copies
+    return inputs, attention + block.qkv + block.normed_qk, 0.0 if tiles > 1 else block.ffn + block.copies
 
 
 def _second_norm_kept(block: BlockBytes, tiles: int) -> float:
@@ -133,23 +140,27 @@ Phase = tuple[str, dict[str, float]]
 def rank_memory(planned: PlannedStage, pp_rank: PlannedRank) -> Iterator[Memory]:
     """Memory in those phases of a step on a pipeline rank that may be the peak."""
     weights, block = _gathered_weights(planned, pp_rank), block_bytes(planned)
-    kept = (0.0, 0.0, 0.0) if planned.config.activation.offload else kept_bytes(planned, block)
-    in_block = _block_phases(planned, pp_rank, block, kept[2], weights)
+    kept, offload = kept_bytes(planned, block), planned.config.activation.offload
+    in_block = _block_phases(planned, pp_rank, block, kept, weights)
     layer = dict(zip(("block_inputs", "attention", "mlp"), kept, strict=True))
-    activations = {kind: pp_rank.kept_layers * size for kind, size in layer.items()}
     at_first = at_last = shards = _shards(planned, pp_rank)
     if planned.stage.micro_batches == 1 or planned.degrees.pp > 1:
         # Gradients are reduced once a step: a layer's shard exists once the layer has run backward.
         at_first = shards | {"gradients": 0.0}
         at_last = shards | {"gradients": shards["gradients"] * (1 - 1 / pp_rank.layers)}
-    for name, extra in _loss_phases(planned, pp_rank, weights):
-        yield _memory(name, at_first, activations, extra)
-    for name, extra in in_block:
-        yield _memory(f"{name} of the first layer backward", at_first, activations, extra)
-    if pp_rank.kept_layers == pp_rank.layers:
-        # One micro-batch at a time: when the last layer runs backward, the activations of the others are freed.
+    between = _between_pipeline_stages(planned, pp_rank, block)
+    for kept_layers, whole_gradients in _held_in_pipeline(planned, pp_rank):
+        waiting = {"communication": between + whole_gradients}
+        activations = {kind: 0.0 if offload else kept_layers * size for kind, size in layer.items()}
+        in_backward = layer if offload else activations  # the layer that runs has fetched its own
+        for name, extra in _loss_phases(planned, pp_rank, weights):
+            yield _memory(name, at_first, activations, waiting, extra)
         for name, extra in in_block:
-            yield _memory(f"{name} of the last layer backward", at_last, layer, extra)
+            yield _memory(f"{name} of the first layer backward", at_first, in_backward, waiting, extra)
+        if kept_layers == pp_rank.layers:
+            # One micro-batch at a time: when the last layer runs backward, the activations of the others are freed.
+            for name, extra in in_block:
+                yield _memory(f"{name} of the last layer backward", at_last, layer, waiting, extra)
 
 
 def _memory(phase: str, *parts: dict[str, float]) -> Memory:
@@ -163,12 +174,16 @@ def _shards(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
     if config.parallel.fsdp_cpu_offload:
         return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     shard = pp_rank.parameters / fsdp
-    state = 0.0
-    if not config.optimizer.offload_state:
-        kind = OPTIMIZERS[config.optimizer.name]
-        own = pp_rank.layers * planned.counts.matrices / fsdp if kind.blocks_only else shard
-        state = own * kind.state_bytes(config.optimizer) + (shard - own) * ADAMW.state_bytes(config.optimizer)
+    state = 0.0 if config.optimizer.offload_state else state_bytes(planned, pp_rank)
     return {"weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state}
+
+
+def state_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> float:
+    """Bytes of a rank's optimizer state, wherever it is."""
+    settings, fsdp = planned.config.optimizer, planned.degrees.fsdp
+    kind, shard = OPTIMIZERS[settings.name], pp_rank.parameters / fsdp
+    own = pp_rank.layers * planned.counts.matrices / fsdp if kind.blocks_only else shard
+    return own * kind.state_bytes(settings) + (shard - own) * ADAMW.state_bytes(settings)
 
 
 def _gathered_weights(planned: PlannedStage, pp_rank: PlannedRank) -> float:
@@ -179,10 +194,22 @@ def _gathered_weights(planned: PlannedStage, pp_rank: PlannedRank) -> float:
     # One layer runs, and the next one is gathered ahead, but experts that are wrapped apart are not gathered ahead.
     blocks = min(pp_rank.layers, 2) if freed else pp_rank.layers
     ahead = (blocks - 1) * planned.gathered_experts if freed else 0.0
-    gathered = (blocks * block - ahead + pp_rank.outer_parameters) * planned.element_bytes
-    # A pipeline reduces once a step; until then whole gradients add up.
-    whole = pp_rank.parameters + pp_rank.layers * (block - planned.counts.block)
-    return gathered + (whole * planned.reduce_bytes if parallel.pp > 1 else 0)
+    return (blocks * block - ahead + pp_rank.outer_parameters) * planned.element_bytes
+
+
+def _held_in_pipeline(planned: PlannedStage, pp_rank: PlannedRank) -> list[tuple[float, float]]:
+    """(layers whose activations are held, bytes of whole gradients) at the moments that may be the peak.
+
+    A pipeline reduces gradients once a step; until then they add up whole. If all forwards of a step come before the
+    first backward, there are no gradients yet while most activations are held.
+    """
+    if planned.degrees.pp == 1:
+        return [(pp_rank.kept_layers, 0.0)]
+    of_others = pp_rank.layers * (planned.gathered_block - planned.counts.block)  # experts of other ranks
+    whole = (pp_rank.parameters + of_others) * planned.reduce_bytes
+    if pp_rank.kept_layers < pp_rank.layers * planned.stage.micro_batches:
+        return [(pp_rank.kept_layers, whole)]
+    return [(pp_rank.kept_layers, 0.0), (pp_rank.kept_layers - pp_rank.layers / pp_rank.pipeline_stages, whole)]
 
 
 def _loss_phases(planned: PlannedStage, pp_rank: PlannedRank, weights: float) -> list[Phase]:
@@ -205,37 +232,62 @@ def _loss_phases(planned: PlannedStage, pp_rank: PlannedRank, weights: float) ->
     ]
 
 
+def _between_pipeline_stages(planned: PlannedStage, pp_rank: PlannedRank, block: BlockBytes) -> float:
+    """Bytes of the hidden states that pipeline stages exchange.
+
+    torch makes a buffer for what each pipeline stage receives in each micro-batch of a step: hidden states, but in the
+    first, and their gradients, but in the last. Outputs that were sent wait for their backward too, while the inputs
+    that were received, which `kept_bytes` counts, are in those buffers.
+    """
+    if planned.degrees.pp == 1:
+        return 0.0
+    received = 2 * pp_rank.pipeline_stages - pp_rank.is_first - pp_rank.is_last
+    waiting = pp_rank.kept_layers / pp_rank.layers * (pp_rank.is_first - pp_rank.is_last)
+    return block.stream * (planned.stage.micro_batches * received + waiting)
+
+
 def _block_phases(
-    planned: PlannedStage, pp_rank: PlannedRank, block: BlockBytes, kept_mlp: float, weights: float
+    planned: PlannedStage, pp_rank: PlannedRank, block: BlockBytes, kept: tuple[float, float, float], weights: float
 ) -> list[Phase]:
-    """The backward of a layer: its MLP, its attention and what else may be the peak."""
+    """The backward of a layer: its MLP, its attention and what else may be the peak. What it kept is counted apart.
+
+    Args:
+        kept: result of `kept_bytes`.
+        weights: result of `_gathered_weights`.
+    """
     args, c, tp, activation = planned.args, planned.element_bytes, planned.degrees.tp, planned.config.activation
     mode, tiles = activation.checkpoint, activation.mlp_tiles
     output = -(-args.vocab_size // tp) * args.dim * c if pp_rank.is_last else 0
     # A block's whole gradients, and those of the previous one in transit; for experts that are wrapped apart only one
-    # of the two. In a pipeline they add up in `weights`.
+    # of the two. In a pipeline they add up until the step's end.
     reduced = planned.gathered_block * (c + planned.reduce_bytes) + output
     reduced -= planned.gathered_experts * min(c, planned.reduce_bytes)
     traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)
     recomputed = 0.0 if mode == "none" else 1.0
     gradient = block.stream  # of the layer's output, which is as large as its input
-    # With offload, what two layers keep is on the device at a time.
-    attention = 0.0 if mode == "full" else block.out + block.all_to_all
-    of_layer = sum(kept_bytes(planned, block)) if mode == "selective" else block.stream + attention
-    fetched = 2 * of_layer if activation.offload else 0.0
-    again = block.qkv + (block.out + block.all_to_all if mode == "full" else 0.0)
+    # With offload, the last tensor that the layer before kept is fetched ahead: in `selective` its MLP's product, in
+    # `attention_saved` the small log-sum-exp.
+    ahead = activation.offload * block.stream * {"selective": tp, "attention_saved": 0}.get(mode, 1)
+    again = block.qkv + block.normed_qk + (block.out + block.all_to_all if mode == "full" else 0.0)
+    first_norm = block.first_norm
+    if mode == "selective":  # by now the recomputation has used up the products of the attention that were kept
+        again, first_norm = again - block.unrotated_qkv, first_norm - block.stream * tp
     # The backward of SwiGLU's product needs three of the MLP's tensors and their three gradients. Experts have these
-    # gradients one after another, but the gradients of their rows all at once.
-    ffn = (block.ffn + 2 * block.copies if block.copies else 1.5 * block.ffn) / tiles
+    # gradients one after another, but the gradients of their rows all at once: of the weighted rows, of the rows that
+    # came back and, a product that is then summed, of their shares; the weighted rows themselves are freed.
+    ffn = (block.ffn + 5 / 3 * block.copies if block.copies else 1.5 * block.ffn) / tiles
+    if planned.config.training.float8 != "none" and not planned.config.compile.enable and not block.copies:
+        # The cast of the product's gradient and of its input to 8 bits goes through two copies in fp32.
+        ffn = max(ffn, block.ffn * (1 + (c + 2 * FP32_BYTES + 1) / c / 4) / tiles)
     if tiles == 1:  # rows arrive while those that were sent still exist
         ffn += recomputed * planned.sent_to_experts
-    held_ffn = {"none": block.ffn + block.copies, "selective": (block.ffn + block.copies) / 2}.get(mode, 0.0)
+    held_ffn = {"none": kept[2], "selective": block.ffn / 2 + block.copies / 3}.get(mode, 0.0)
     second = _second_norm_kept(block, tiles)
     # Each tile runs the second norm again, and the gradients of the tiles' inputs add up beside the output's gradient.
     at_work = gradient if tiles == 1 else 2 * gradient + (block.second_norm - block.stream) / tiles
     in_mlp = {
-        "block_inputs": recomputed * (block.first_norm + second) + at_work + fetched,
-        "attention": recomputed * (again - (block.unrotated_qkv if mode == "selective" else 0.0)),
+        "block_inputs": recomputed * (first_norm + second) + at_work + ahead,
+        "attention": recomputed * again,
         "mlp": ffn - (held_ffn if tiles == 1 else 0.0),
         "communication": traffic,
     }
@@ -244,18 +296,21 @@ def _block_phases(
     costs = STRATEGY_COSTS[planned.strategy] if planned.stage.cp > 1 else RING
     working = costs.working_bytes(planned.tokens, *group, planned.heads)
     in_attention = {
-        "block_inputs": recomputed * block.first_norm + gradient + fetched - (1 - recomputed) * second,
+        "block_inputs": recomputed * first_norm + gradient + ahead - (1 - recomputed) * second,
         "attention": recomputed * again + working + block.out,
-        "mlp": -kept_mlp,
+        "mlp": -kept[2],
         "communication": traffic,
     }
+    if activation.offload and not recomputed:  # each operation fetches what it kept, and the others' is on the host
+        in_mlp = in_mlp | {"block_inputs": at_work + ahead - kept[0], "attention": -kept[1]}
+        in_attention = in_attention | {"block_inputs": gradient + ahead - kept[0]}
     phases = [("MLP", in_mlp), ("attention", in_attention)]
     if working := _delta_rule_bytes(planned):
         phases.append(("gated delta rule", in_attention | {"attention": recomputed * again + working}))
     if tp > 1 and recomputed:
         # The attention's output product is summed over tp: whole partial products, in two orders, and their sum.
         in_sum = {
-            "block_inputs": block.first_norm + 2 * gradient + fetched,
+            "block_inputs": first_norm + 2 * gradient + ahead,
             "attention": in_mlp["attention"],
             "communication": traffic + 2 * (block.stream * tp + gradient),
         }

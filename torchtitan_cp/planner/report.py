@@ -6,8 +6,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from torchtitan_cp.planner.devices import ACCELERATORS, GIB, USABLE_MEMORY
-from torchtitan_cp.planner.estimate import Estimate
+from torchtitan_cp.planner.devices import ACCELERATORS, GB, GIB, USABLE_MEMORY
+from torchtitan_cp.planner.estimate import SECONDS_A_DAY, Estimate
 from torchtitan_cp.planner.parameters import total_parameters
 from torchtitan_cp.planner.stage import MASKING_KEYS
 from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
@@ -21,8 +21,13 @@ def _tables(estimate: Estimate) -> dict[str, dict[str, str]]:
         "memory of a rank, GiB": {
             **{kind.replace("_", " "): f"{size / GIB:.2f}" for kind, size in memory.by_kind.items()},
             "sum": f"{memory.total / GIB:.2f}",
-            "fits": "yes" if estimate.fits else "NO",
+            "fits": "yes" if estimate.fits_device else "NO",
             "peak during": memory.phase,
+        },
+        "host memory of a node, GiB": {
+            **{kind: f"{size / GIB:.2f}" for kind, size in estimate.host.items()},
+            "sum": f"{sum(estimate.host.values()) / GIB:.2f}",
+            "fits": "yes" if estimate.fits_host else "NO",
         },
         "attention's messages, sent by a rank: MiB a layer, GiB a step": {
             "cp": str(stage.cp),
@@ -43,26 +48,42 @@ def _tables(estimate: Estimate) -> dict[str, dict[str, str]]:
             "tokens/s": f"{estimate.tokens_per_second:,.0f}",
             "MFU": f"{estimate.mfu:.1%}",
             "steps": str(stage.steps),
-            "days": f"{estimate.days:.3g}",
+            "duration": format_duration(estimate.days * SECONDS_A_DAY),
             "limited by": estimate.limit,
         },
     }
 
 
+def format_duration(seconds: float) -> str:
+    """In the largest unit of which it has at least one."""
+    for name, unit in (("days", SECONDS_A_DAY), ("h", 3600), ("min", 60)):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
+def misfit(name: str, needed_bytes: float, usable_bytes: float, of: str, holder: str) -> str:
+    """The sentence about a stage that does not fit."""
+    over = (needed_bytes - usable_bytes) / GIB
+    return f"DOES NOT FIT: {name} needs {needed_bytes / GIB:.1f} GiB {of}, {over:.1f} more than {holder} has"
+
+
 def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
-    """Print three tables, a fourth if ranks share experts, and remarks on single stages."""
+    """Print four tables, a fifth if ranks share experts, and remarks on single stages."""
     cluster = estimates[0].cluster
     accelerator = cluster.accelerator
     kernels = sorted({one.kernel(window) for one in estimates for window in set(one.args.layer_windows)})
     rate = "attention by {} at {:.0%} forward and {:.0%} backward"
     attention = ", ".join(rate.format(kernel, *accelerator.attention(kernel)) for kernel in kernels)
+    known = accelerator.host_bytes
+    host = f"; a node's host has {known / GB:,.0f} GB" if known else ""
     rates = "Rates of the device table" if cluster.name in ACCELERATORS else "Measured"
     console.print(
         f"{cluster.ranks} x {cluster.name}, {accelerator.ranks_per_node} a node; a rank sends "
         f"{accelerator.link_bandwidth / 1e9:g} GB/s inside a node and {accelerator.network_bandwidth / 1e9:g} GB/s "
         f"outside\n{total_parameters(estimates[0].args):,} parameters. Device: {accelerator.source}. {rates}: "
         f"matrix products at {accelerator.linear:.0%} of the peak, {attention}; assumed: "
-        f"{USABLE_MEMORY:.0%} of memory usable"
+        f"{USABLE_MEMORY:.0%} of memory usable{host}"
     )
     tables = [_tables(estimate) for estimate in estimates]
     for title, columns in tables[0].items():
@@ -79,11 +100,12 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
         if keys := ", ".join(key for key in MASKING_KEYS if getattr(estimate.stage.data, key)):
             console.print(f"{estimate.stage.name} is planned as one causal sequence: {keys} makes it cheaper")
     days = sum(estimate.days for estimate in estimates)
-    console.print(f"{days:.3g} days in all")
+    console.print(f"{format_duration(days * SECONDS_A_DAY)} in all")
     for estimate in estimates:
-        if not estimate.fits:
-            over = (estimate.memory.total - estimate.cluster.usable_bytes) / GIB
-            console.print(
-                f"DOES NOT FIT: {estimate.stage.name} needs {estimate.memory.total / GIB:.1f} GiB a rank, {over:.1f} "
-                f"more than the device has, during {estimate.memory.phase}. --search looks for a layout that fits"
-            )
+        name, memory = estimate.stage.name, estimate.memory
+        if not estimate.fits_device:
+            needed = misfit(name, memory.total, cluster.usable_bytes, "a rank", "the device")
+            console.print(f"{needed}, during {memory.phase}. --search looks for a layout that fits")
+        if not estimate.fits_host:
+            needed = misfit(name, sum(estimate.host.values()), cluster.usable_host_bytes, "a node", "its host")
+            console.print(f"{needed}. What activation.offload and the like keep there is in the table of host memory")

@@ -29,7 +29,7 @@ class PlannedRank:
         windows: windows of the layers that attend to keys, 0 for none; the other layers have a recurrent state.
         pipeline_stages: number of pipeline stages.
         kept_layers: layers times the micro-batches whose activations are held at once.
-        is_last: whether it has the output layer.
+        is_first, is_last: whether it has the embedding before the first layer, and the output layer.
         outer_parameters: of embedding, last norm and output, before FSDP shards them; parameters: all of the rank's.
     """
 
@@ -37,6 +37,7 @@ class PlannedRank:
     windows: tuple[int, ...]
     pipeline_stages: int
     kept_layers: float
+    is_first: bool
     is_last: bool
     outer_parameters: int
     parameters: int
@@ -127,10 +128,10 @@ class PlannedStage:
         layers = [layer for number in numbers for layer in range(*pipeline.layers[number])]
         windows = tuple(self.args.layer_windows[layer] for layer in layers if not self.args.state_sizes[layer])
         kept = len(layers) * self._waiting_forwards(rank, len(numbers)) / len(numbers)
-        is_last = len(pipeline.owner) - 1 in numbers
-        outer = counts.outer(0 in numbers, is_last, self.args.tie_embeddings)
+        is_first, is_last = 0 in numbers, len(pipeline.owner) - 1 in numbers
+        outer = counts.outer(is_first, is_last, self.args.tie_embeddings)
         parameters = len(layers) * counts.block + outer
-        return PlannedRank(len(layers), windows, len(numbers), kept, is_last, outer, parameters)
+        return PlannedRank(len(layers), windows, len(numbers), kept, is_first, is_last, outer, parameters)
 
     def _waiting_forwards(self, rank: int, per_rank: int) -> int:
         """Most forwards of pipeline stages that wait for their backward on a rank. Source: Narayanan et al., 2021."""

@@ -18,7 +18,7 @@ from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.curriculum import ResolvedStage
-from torchtitan_cp.data.batches.loader import read_steps
+from torchtitan_cp.data.batches.loader import READ_AHEAD, read_steps
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
 from torchtitan_cp.data.batches.samples import StageSamples
 from torchtitan_cp.data.batches.stream import TokenStream
@@ -107,9 +107,6 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
     corpus = open_cache(result, config.data, config.tokenizer)
     check_agreement("the tokens of data.path and data.cache_folder", {"fingerprint": corpus.fingerprint})
     return corpus
-
-
-READ_AHEAD = 2  # steps: one in use by the device, one waiting
 
 
 class DataPipeline:

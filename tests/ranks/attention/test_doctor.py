@@ -3,10 +3,13 @@
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.deep import deep_rows
 from tests.support.patients import examined, intercepted
 from tests.support.rank_pool import RankPool
+from torchtitan_cp.attention import ContextParallel, doctor
 
 LAYER = "layers.1.attention (SelfAttention)"
 FAULTS = {
@@ -57,6 +60,10 @@ def test_a_healthy_module_is_safe_and_its_layers_are_told(ranks: Callable[[int],
             "documents",
             "NOT SAFE: documents leaking: attention (SdpaAttention): the ranks keep documents apart, and one process",
         ),
+        (
+            "chunks",
+            "NOT SAFE: chunks lost: attention (SdpaAttention): one process attends within chunks of 80 tokens, the",
+        ),
         ("by hand", "NOT SAFE: an attention that never reaches us: attention (SdpaAttention): it moves information"),
     ],
 )
@@ -64,3 +71,21 @@ def test_a_module_that_calls_sdpa_needs_no_step_of_its_own(
     ranks: Callable[[int], RankPool], fault: str, verdict: str
 ) -> None:
     assert verdict in ranks(2)(intercepted, fault)[0]
+
+
+def diagnosed_family(family: str, window: int) -> str:
+    """On a rank: the verdict on a family of transformers with sdpa, whose window or chunk has `window` tokens."""
+    sdpa_families = pytest.importorskip("tests.support.sdpa_families")
+    model, length = sdpa_families.sdpa_model(sdpa_families.ALL[family], window), sdpa_families.LENGTH
+    ids = torch.randint(3, sdpa_families.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(length)[None]}
+    batch |= {"labels": ids.roll(-1, 1), "shift_labels": ids.roll(-1, 1)}
+    cp = ContextParallel(init_device_mesh("cpu", (torch.distributed.get_world_size(),)), "ring")
+    return doctor(model, cp, batch).text.splitlines()[-1]
+
+
+def test_chunks_of_a_family_of_transformers_are_named_as_the_cause(ranks: Callable[[int], RankPool]) -> None:
+    pytest.importorskip("transformers")
+    verdict = ranks(2)(diagnosed_family, "Llama 4", 36)[0]
+    assert verdict.startswith("NOT SAFE: refused: ")
+    assert "Llama4TextAttention has attention_chunk_size = 36" in verdict

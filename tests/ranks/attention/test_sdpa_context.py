@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention  # imported before any block, as models do
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.attention import AttentionMask, ContextParallel, PlanError, context_parallel
+from torchtitan_cp.attention.sdpa_context import _counts_positions
 
 S, VOCABULARY = 48, 64
 
@@ -386,3 +388,202 @@ def test_what_a_shard_cannot_honour_is_refused_by_name(ranks: Callable[[int], Ra
     assert "buffers [(1, 48), (4,)] have no one length along dims [1, 0]; give each its sequence dim" in messages[5]
     assert "buffers [(1, 48), (48,)] have no one length along dims [1, 1]" in messages[6]
     assert "requires grad" in messages[7]
+
+
+# What a shard shows says nothing of the sequence ----------------------------------------------------------------
+
+
+def run_families(names: list[str], *arguments: Any) -> dict[str, str]:
+    sdpa_families = pytest.importorskip("tests.support.sdpa_families")
+    return sdpa_families.outcomes(names or list(sdpa_families.ALL), *arguments)
+
+
+CHUNKED = "Llama4TextAttention has attention_chunk_size = 36, and this block has a document of 48 tokens"
+MIXED = "has sliding_window = None, and this block's mask has 36"
+MASK = AttentionMask(window=(35, -1))
+
+
+@pytest.mark.parametrize(
+    ("family", "window", "mask", "answer"),
+    [
+        ("Llama 4", 36, None, CHUNKED),
+        ("Llama 4", 47, None, "attention_chunk_size = 47"),
+        ("Llama 4", 48, None, "equal"),
+        ("Mistral", 36, None, "MistralAttention has sliding_window = 36, and this block's mask has none"),
+        ("Mistral", 36, MASK, "equal"),
+        ("Mistral", 47, None, "MistralAttention has sliding_window = 47, and this block's mask has none"),
+        ("Mistral", 47, AttentionMask(window=(46, -1)), "equal"),
+        ("Mistral", 48, None, "equal"),
+        ("Ministral", 36, MASK, f"MinistralAttention {MIXED}"),
+        ("Exaone 4", 36, MASK, f"Exaone4Attention {MIXED}"),  # its layers of full attention name the window too
+        ("Phi-3", 36, AttentionMask(document_lengths=((30, 18),)), "equal"),  # no document is longer
+        ("Llama 4", 36, AttentionMask(document_lengths=((36, 12),)), "equal"),
+    ],
+)
+def test_a_window_or_chunk_that_a_shard_does_not_show_is_honoured_or_refused(
+    ranks: Callable[[int], RankPool], family: str, window: int, mask: AttentionMask | None, answer: str
+) -> None:
+    pytest.importorskip("transformers")
+    lengths = mask.document_lengths[0] if mask and mask.document_lengths else (S,)
+    assert all(answer in found[family] for found in ranks(2)(run_families, [family], window, lengths, mask))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("window", "layout"), [(25, "contiguous"), (36, "zigzag"), (48, "zigzag")])
+def test_no_family_is_silently_another_model_whatever_its_window_and_the_layout(
+    ranks: Callable[[int], RankPool], window: int, layout: str
+) -> None:
+    pytest.importorskip("transformers")
+    for found in ranks(2)(run_families, [], window, (S,), None, layout):
+        assert not {name: answer for name, answer in found.items() if answer.startswith("silent")}
+        assert sum(answer == "equal" for answer in found.values()) > 60
+        if window >= S:
+            masked = [name for name, answer in found.items() if "sliding_window" in answer or "chunk" in answer]
+            assert not masked, "a window that restricts nothing is refused"
+
+
+@pytest.mark.deep
+def test_no_family_with_a_window_in_some_layers_takes_it_for_all(ranks: Callable[[int], RankPool]) -> None:
+    pytest.importorskip("transformers")
+    families = pytest.importorskip("tests.support.huggingface_families").FAMILIES
+    mixed = [name for name, config in families.items() if "sliding_attention" in config.get("layer_types", ())]
+    for found in ranks(2)(run_families, mixed, 36, (S,), MASK):
+        assert len(found) > 15
+        assert all(MIXED in answer or answer == "no sdpa" for answer in found.values()), found
+
+
+def run_single_token_shards(mask: AttentionMask | None) -> str:
+    sdpa_families = pytest.importorskip("tests.support.sdpa_families")
+    return sdpa_families.outcome(sdpa_families.ALL["Llama"], 100, (2,), mask, "contiguous")
+
+
+def test_a_shard_of_one_token_takes_the_causal_order_of_the_mask(ranks: Callable[[int], RankPool]) -> None:
+    pytest.importorskip("transformers")
+    assert ranks(2)(run_single_token_shards, AttentionMask()) == ["equal"] * 2
+    for message in ranks(2)(run_single_token_shards, None):
+        assert "a shard of one token does not show whether attention is causal; say so" in message
+
+
+def run_longrope(longest: int, layout: str) -> str:
+    """Phi-3, whose frequencies depend on the largest position of all."""
+    sdpa_families = pytest.importorskip("tests.support.sdpa_families")
+    config = {**sdpa_families.ALL["Phi-3, longrope"], "original_max_position_embeddings": longest}
+    return sdpa_families.outcome(config, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_frequencies_are_chosen_by_the_largest_position_of_the_sequence(
+    ranks: Callable[[int], RankPool], layout: str
+) -> None:
+    pytest.importorskip("transformers")
+    for longest in (30, 40):
+        assert ranks(2)(run_longrope, longest, layout) == ["equal"] * 2
+
+
+# Positions and counts ---------------------------------------------------------------------------------------------
+
+
+def run_documents(families: list[str], *documents: tuple[int, ...]) -> list[dict[str, str]]:
+    return [run_families(families, 100, one, AttentionMask(document_lengths=(one,))) for one in documents]
+
+
+@deep_rows("seed", range(12), default=[0])
+def test_documents_of_any_length_with_their_positions_equal_one_process(
+    ranks: Callable[[int], RankPool], seed: int
+) -> None:
+    sdpa_families = pytest.importorskip("tests.support.sdpa_families")
+    drawn = [sdpa_families.draw_lengths(8 * seed + number) for number in range(3)]
+    for found in ranks(2)(run_documents, ["Llama", "Qwen2-MoE"], (7, 30, 1, 10), (1, 47), *drawn):
+        assert found == [{"Llama": "equal", "Qwen2-MoE": "equal"}] * 5, drawn
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("lengths", [(7, 30, 1, 10), (1, 47), (1, 1, 45, 1)])
+def test_every_family_takes_documents_of_one_token_as_it_takes_one_document(
+    ranks: Callable[[int], RankPool], lengths: tuple[int, ...]
+) -> None:
+    pytest.importorskip("transformers")
+    whole = ranks(2)(run_families, [])[0]
+    names = [name for name, answer in whole.items() if answer == "equal"]
+    names.remove("Gemma, as in PaliGemma")  # not causal
+    mask = AttentionMask(document_lengths=(lengths,))
+    for found in ranks(2)(run_families, names, 100, lengths, mask):
+        assert not {name: answer for name, answer in found.items() if answer != "equal"}
+
+
+def test_positions_of_packed_documents_are_told_from_other_integers() -> None:
+    for lengths in ((48,), (7, 30, 1, 10), (1, 47), (1, 1, 46), (46, 1, 1), (20, 28)):
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        assert _counts_positions(positions.repeat(2, 1), 1), lengths
+        assert _counts_positions(positions.repeat(3, 2, 1).int() + 2, -1), "from 2, as OPT counts"
+    ones, ids = torch.ones(2, 48, dtype=torch.long), batch()[0]
+    for other in (ones, 0 * ones, ids, ones.cumsum(1) // 5, torch.full_like(ones, -100), positions.float()):
+        assert not _counts_positions(other, 1)
+
+
+class Counting(nn.Module):
+    """A model that calls arange over the tokens that it sees."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use = use
+        self.embed, self.places = nn.Embedding(VOCABULARY, 16), nn.Embedding(2 * S, 16)
+        self.route, self.layers = nn.Linear(16, 3), nn.ModuleList(Plain().float() for _ in range(2))
+        self.register_buffer("table", torch.randn(2 * S, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        rows = torch.arange(ids.shape[1])
+        counted = torch.ones_like(ids).cumsum(1)
+        if self.use == "embedding":
+            x = x + self.places(rows)
+        elif self.use == "table":
+            x = x + self.table[counted - 1]
+        elif self.use == "wave":
+            x = x + torch.sin(rows[:, None] / 10)
+        elif self.use == "routed":
+            x = self.routed(x)
+        elif self.use == "mask":
+            _ = rows[:, None] >= rows, counted[:, :1]
+        for layer in self.layers:
+            x = x + layer.attend(x)  # type: ignore[operator]
+            x = self.routed(x) if self.use == "routed" else x
+        return x
+
+    def routed(self, x: Tensor) -> Tensor:
+        """Rows in the order of their experts, and back."""
+        hidden = x.flatten(0, 1)
+        order = self.route(hidden).argmax(-1).argsort(stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        rows = torch.arange(len(order)).roll(1)
+        return x + (hidden[order].tanh()[back] + torch.zeros_like(hidden).index_add(0, rows, hidden[rows])).view_as(x)
+
+
+def run_counting(use: str) -> str:
+    torch.manual_seed(1)
+    model, ids = Counting(use), batch()[0][:1]
+    want = model(ids)
+    try:
+        with context_parallel(make_cp(), [ids], [1], model=model) as plan:
+            out = model(ids)
+            out.square().sum().backward()
+    except PlanError as error:
+        return str(error)
+    return "equal" if torch.allclose(plan.unshard(out.detach()), want, atol=1e-5) else "silent"
+
+
+@pytest.mark.parametrize(
+    ("use", "answer"),
+    [
+        ("routed", "equal"),
+        ("mask", "equal"),
+        ("embedding", "arange counted 24 tokens before attention: positions within a rank's shard"),
+        ("table", "cumsum counted 24 tokens before attention"),
+        ("wave", "arange counted 24 tokens before attention"),
+    ],
+)
+def test_a_count_is_refused_where_attention_depends_on_it_as_a_position(
+    ranks: Callable[[int], RankPool], use: str, answer: str
+) -> None:
+    assert all(answer in found for found in ranks(2)(run_counting, use))

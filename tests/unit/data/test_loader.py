@@ -4,15 +4,15 @@ import errno
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
-from multiprocessing import current_process
+from multiprocessing import current_process, util
 from multiprocessing.connection import Listener
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import pytest
@@ -127,8 +127,13 @@ def test_semaphores_without_room_are_the_same_error(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def no_sockets_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current_process(), "_config", {})
+def no_sockets_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process has chosen no folder for sockets; one that the test chooses is removed."""
+    settings = dict[str, str]()
+    monkeypatch.setattr(current_process(), "_config", settings)
+    monkeypatch.setattr(util, "Finalize", lambda *_, **__: None)  # would remove it when pytest exits
+    yield
+    shutil.rmtree(settings.get("tempdir", ""), ignore_errors=True)
 
 
 @pytest.mark.usefixtures("no_sockets_yet")
@@ -141,7 +146,7 @@ def test_sockets_of_workers_fit_whatever_the_length_of_the_temporary_folder(
         monkeypatch.setattr(tempfile, "tempdir", folder)
         loader._choose_socket_folder()
         Listener(family="AF_UNIX").close()
-        assert (folder == os.path.dirname(get_temp_dir())) == (length <= 75)
+        assert (folder == os.path.dirname(util.get_temp_dir())) == (length <= 75)
         assert tempfile.gettempdir() == folder
 
 

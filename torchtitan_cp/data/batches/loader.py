@@ -30,6 +30,7 @@ SHARED_MEMORY = "/dev/shm"
 SOCKET_BYTES, SOCKET_NAME = 107, "/pymp-12345678/listener-12345678"
 SHORT_FOLDERS = ("/tmp", "/var/tmp", SHARED_MEMORY)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler sends them; ranks answer them
+READ_AHEAD = 2  # steps: one in use by the device, one waiting
 
 
 def read_steps(
