@@ -56,14 +56,14 @@ class Inject:
 def inject(trainer: Trainer, fault: Inject | None = None) -> None:
     """On all ranks: make this fault in the trainer's steps from now on, and no other."""
     runner, model = trainer.step_runner, trainer.model
-    vars(runner).pop("run", None), vars(runner).pop("diagnose", None)
-    run, diagnose = runner.run, runner.diagnose
+    vars(runner).pop("compute_gradients", None), vars(runner).pop("diagnose", None)
+    compute, diagnose = runner.compute_gradients, runner.diagnose
     repeat = runner._repeat
     injector = Injector(fault or Inject(), model.parts, model.args.vocab_size, model.shares_batch_with)
 
     def faulty_run(progress: Progress, micro_batches: Any) -> StepReport:
         with injector.fault(progress.step + 1):
-            return run(progress, injector.corrupt(progress.step + 1, micro_batches))
+            return compute(progress, injector.corrupt(progress.step + 1, micro_batches))
 
     def faulty_diagnose(step: int, report: StepReport, micro_batches: Any, state: RecoveryState) -> Diagnosis:
         def faulty_repeat(micro_batches: Any, within: AbstractContextManager[Any]) -> StepReport:
@@ -74,7 +74,7 @@ def inject(trainer: Trainer, fault: Inject | None = None) -> None:
         runner.diagnoser = replace(runner.diagnoser, run_step=faulty_repeat)
         return diagnose(step, report, injector.corrupt(step, micro_batches, again=True), state)
 
-    runner.run, runner.diagnose = faulty_run, faulty_diagnose  # type: ignore[method-assign]
+    runner.compute_gradients, runner.diagnose = faulty_run, faulty_diagnose  # type: ignore[method-assign]
 
 
 def replay_with_fault(folder: Path, fault: Inject, module: str = "") -> Event | None:

@@ -570,7 +570,8 @@ def run_counting(use: str) -> str:
             out.square().sum().backward()
     except PlanError as error:
         return str(error)
-    return "equal" if torch.allclose(plan.unshard(out.detach()), want, atol=1e-5) else "silent"
+    error, size = (plan.unshard(out.detach()) - want).abs().max(), want.abs().max()
+    return "equal" if error < 2e-6 * size else f"silent: off by {error:.3g} of {size:.3g}"
 
 
 @pytest.mark.parametrize(
@@ -586,4 +587,5 @@ def run_counting(use: str) -> str:
 def test_a_count_is_refused_where_attention_depends_on_it_as_a_position(
     ranks: Callable[[int], RankPool], use: str, answer: str
 ) -> None:
-    assert all(answer in found for found in ranks(2)(run_counting, use))
+    found = ranks(2)(run_counting, use)
+    assert all(answer in one for one in found), found

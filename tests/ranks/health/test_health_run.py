@@ -443,7 +443,7 @@ def test_a_spike_is_left_out_where_it_is_to_trip_and_only_logged_by_default(
     settings = (
         "--curriculum.stages[0].steps=19",
         "--checkpoint.enable=false",
-        "--health.spike_threshold=50",
+        "--health.spike_threshold=200",
     )
     folder = run_toml.parent / "spike"
     trip = (f"--job.dump_folder={folder}-trip", "--health.on_spike=handle")
@@ -462,7 +462,7 @@ def test_a_spike_is_left_out_where_it_is_to_trip_and_only_logged_by_default(
 SPIKES_TRIP = (
     "--curriculum.stages[0].steps=18",
     "--checkpoint.enable=false",
-    "--health.spike_threshold=20",
+    "--health.spike_threshold=200",
     "--health.on_spike=handle",
 )
 # Layout, what is struck, and what is to be named: module, direction, ranks.

@@ -96,7 +96,10 @@ def verdicts_on_damage(path: Path, overrides: list[str], draws: int) -> list[tup
     registry.register(ARCHITECTURES)
     config, found = load_config(path, overrides), []
     args, hub = registry.model_args_of(config.model), Path(config.model.hub_checkpoint)
-    model, empty = registry.architecture(config.model).build(args, None), registry.empty_model(config.model, args)
+    model, empty = (
+        registry.architecture(config.model).build(args, registry.NO_ATTENTION),
+        registry.empty_model(config.model, args),
+    )
     kinds = DAMAGES | (TIED if model.output.weight is model.tok_embeddings.weight else {})
     whole = hub.rename(hub.with_name("whole"))
     with patch.object(registry, "empty_model", return_value=empty):  # making it takes most of a check

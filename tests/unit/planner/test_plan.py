@@ -14,6 +14,7 @@ from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.cli.plan import main
 from torchtitan_cp.config import load_config
+from torchtitan_cp.data.batches.loader import READ_AHEAD
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import RECURRENCE_RATE, Estimate, _outer_seconds, _rank_seconds, plan_config
 from torchtitan_cp.planner.parameters import total_parameters
@@ -277,7 +278,7 @@ def test_host_memory_is_what_is_offloaded_the_batches_and_a_checkpoints_copy() -
     plain = alone("--checkpoint.enable=false")
     parameters = total_parameters(plain.args)
     batches = plain.host["batches"]
-    assert sum(plain.host.values()) == batches == 2 * (plain.config.data.prefetch_batches + 1) * 131072 * 2 * 8
+    assert sum(plain.host.values()) == batches == 2 * (READ_AHEAD + 1) * 131072 * 2 * 8
     offloaded = alone("--checkpoint.enable=false", "--activation.offload=true").host
     assert offloaded["activations"] == 32 * 131072 * 4096 * 2  # the input of each layer, a power of two
     weights = alone("--parallel.fsdp_cpu_offload=true").host

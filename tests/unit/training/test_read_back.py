@@ -23,7 +23,7 @@ from torchtitan_cp.config.sections import Model, Rope
 from torchtitan_cp.training.export import written_config
 from torchtitan_cp.training.model import set_rope
 from torchtitan_cp.training.read_back import TOLERANCE, check_rotaries, rotaries
-from torchtitan_cp.training.registry import args_from, config_for_hub, register
+from torchtitan_cp.training.registry import NO_ATTENTION, args_from, config_for_hub, register
 
 CPU = torch.device("cpu")
 HUGGING_FACE = Model(architecture="huggingface")
@@ -76,7 +76,7 @@ def check_modules(ours: Any, theirs: Any, last_position: int) -> None:
 @deep_rows("family", FAMILIES, default=[family for family in DEFAULT if family in FAMILIES])
 def test_an_export_of_every_rope_has_the_frequencies_of_the_run(family: str) -> None:
     args = args_from_config(FAMILIES[family], {})
-    model = HuggingFaceModel(args, lambda *_: torch.zeros(()))  # type: ignore[arg-type]
+    model = HuggingFaceModel(args, NO_ATTENTION)
     for number, kind in enumerate(kind for kind in ROPE_KINDS for _ in range(3)):
         drawn, _, seq_len = draw(kind, random.Random(number), args.rotary_dim or 16)
         if problem := args.rope_problem(kind):
@@ -99,7 +99,7 @@ def test_an_export_of_the_models_own_rope_has_the_frequencies_of_the_run(family:
     args = args_from_config(FAMILIES[family], {})
     if not args.look.rotaries:
         return
-    model = HuggingFaceModel(args, lambda *_: torch.zeros(()))  # type: ignore[arg-type]
+    model = HuggingFaceModel(args, NO_ATTENTION)
     for seq_len in (128, 2048):
         set_rope(model, args, None, seq_len, CPU)
         check_modules(model, read(config_for_hub(HUGGING_FACE, args, seq_len, None)), seq_len - 1)
