@@ -269,13 +269,20 @@ def _block_phases(
     traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)
     recomputed = 0.0 if mode == "none" else 1.0
     gradient = block.stream  # of the layer's output, which is as large as its input
-    # With offload, one tensor of the layer before is fetched ahead: its output in `selective`, or its input.
-    ahead = activation.offload * block.stream * (tp if mode == "selective" else 1)
+    # With offload, the last tensor that the layer before kept is fetched ahead: in `selective` its MLP's product, in
+    # `attention_saved` the small log-sum-exp.
+    ahead = activation.offload * block.stream * {"selective": tp, "attention_saved": 0}.get(mode, 1)
     again = block.qkv + block.normed_qk + (block.out + block.all_to_all if mode == "full" else 0.0)
+    first_norm = block.first_norm
+    if mode == "selective":  # by now the recomputation has used up the products of the attention that were kept
+        again, first_norm = again - block.unrotated_qkv, first_norm - block.stream * tp
     # The backward of SwiGLU's product needs three of the MLP's tensors and their three gradients. Experts have these
     # gradients one after another, but the gradients of their rows all at once: of the weighted rows, of the rows that
     # came back and, a product that is then summed, of their shares; the weighted rows themselves are freed.
     ffn = (block.ffn + 5 / 3 * block.copies if block.copies else 1.5 * block.ffn) / tiles
+    if planned.config.training.float8 != "none" and not planned.config.compile.enable and not block.copies:
+        # The cast of the product's gradient and of its input to 8 bits goes through two copies in fp32.
+        ffn = max(ffn, block.ffn * (1 + (c + 2 * FP32_BYTES + 1) / c / 4) / tiles)
     if tiles == 1:  # rows arrive while those that were sent still exist
         ffn += recomputed * planned.sent_to_experts
     held_ffn = {"none": kept[2], "selective": block.ffn / 2 + block.copies / 3}.get(mode, 0.0)
@@ -283,8 +290,8 @@ def _block_phases(
     # Each tile runs the second norm again, and the gradients of the tiles' inputs add up beside the output's gradient.
     at_work = gradient if tiles == 1 else 2 * gradient + (block.second_norm - block.stream) / tiles
     in_mlp = {
-        "block_inputs": recomputed * (block.first_norm + second) + at_work + ahead,
-        "attention": recomputed * (again - (block.unrotated_qkv if mode == "selective" else 0.0)),
+        "block_inputs": recomputed * (first_norm + second) + at_work + ahead,
+        "attention": recomputed * again,
         "mlp": ffn - (held_ffn if tiles == 1 else 0.0),
         "communication": traffic,
     }
@@ -293,7 +300,7 @@ def _block_phases(
     costs = STRATEGY_COSTS[planned.strategy] if planned.stage.cp > 1 else RING
     working = costs.working_bytes(planned.tokens, *group, planned.heads)
     in_attention = {
-        "block_inputs": recomputed * block.first_norm + gradient + ahead - (1 - recomputed) * second,
+        "block_inputs": recomputed * first_norm + gradient + ahead - (1 - recomputed) * second,
         "attention": recomputed * again + working + block.out,
         "mlp": -kept[2],
         "communication": traffic,
@@ -307,7 +314,7 @@ def _block_phases(
     if tp > 1 and recomputed:
         # The attention's output product is summed over tp: whole partial products, in two orders, and their sum.
         in_sum = {
-            "block_inputs": block.first_norm + 2 * gradient + ahead,
+            "block_inputs": first_norm + 2 * gradient + ahead,
             "attention": in_mlp["attention"],
             "communication": traffic + 2 * (block.stream * tp + gradient),
         }

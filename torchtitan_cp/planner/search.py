@@ -35,8 +35,8 @@ KEYS = ("parallel.tp", "parallel.pp", "activation.checkpoint", "activation.offlo
 def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
     """Try tp, pp, ep and activation modes for the run, and context-parallel degrees and strategies for each stage.
 
-    If nothing fits, what costs time and saves memory is added: see `_savers`. The rest of the config stays, but dp_replicate becomes 1, and a
-    stage's own tp, pp and activation mode are dropped.
+    If nothing fits, what costs time and saves memory is added: see `_savers`. The rest of the config stays, but
+    dp_replicate becomes 1, and a stage's own tp, pp and activation mode are dropped.
 
     Returns:
         The config with the best combination, and a line for each choice.
@@ -46,9 +46,8 @@ def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
     """
     args, refused = sized_model_args(config), list[Exception]()
     on_gpu = bool(cluster.accelerator.capability)  # else all is in host memory
-    savers = [("", {}), *_savers(config, on_gpu)]
-    for saver, keys in savers:
-        with_saver = config.with_keys(**keys)
+    for saver, keys in [("", {}), *_savers(config, on_gpu)]:
+        with_saver, reasons = config.with_keys(**keys), [f"{saver}: nothing fits without"] if saver else []
         tried = {c: stage_options(with_saver, args, c, cluster, refused) for c in choices(args, cluster)}
         if on_gpu and not (config.compile.enable and config.compile.mode in CUDA_GRAPHS):
             tried |= {choice._replace(offload=True): _offloaded(stages) for choice, stages in tried.items()}
@@ -66,7 +65,6 @@ def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
         raise _nothing_fits(config, cluster, saver, picked)
     config = with_saver
     chosen = min(days, key=lambda choice: days[choice])
-    reasons = [f"{saver}: nothing fits without"] if saver else []
     reasons += _choice_reasons(chosen, days, list(tried))
     stages = config.curriculum.stages
     if overriding := [i for i, stage in enumerate(stages) if _has_own_choice(stage)]:
@@ -107,12 +105,7 @@ def _nothing_fits(config: Config, cluster: Cluster, saver: str, picked: dict[Cho
     """The error where no choice fits; it says what was tried, and how much the smallest needs."""
     longest = (max(stages, key=lambda one: one.memory.total) for stages in picked.values() if stages)
     smallest = min(longest, key=lambda one: one.memory.total)
-    sizes = (
-        f"the smallest layout needs {smallest.memory.total / GIB:.1f} GiB of {cluster.usable_bytes / GIB:.1f} a rank"
-    )
-    if smallest.fits_device:
-        needed, usable = sum(smallest.host.values()) / GIB, cluster.usable_host_bytes / GIB
-        needed, usable, where = smallest.memory.total, cluster.usable_bytes, "a rank"
+    needed, usable, where = smallest.memory.total, cluster.usable_bytes, "a rank"
     if smallest.fits_device:
         needed, usable, where = sum(smallest.host.values()), cluster.usable_host_bytes, "of a node's host memory"
     sizes = f"the smallest layout needs {needed / GIB:.1f} GiB {where}, and {usable / GIB:.1f} are usable"

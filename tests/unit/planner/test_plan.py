@@ -17,6 +17,7 @@ from torchtitan_cp.config import load_config
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import RECURRENCE_RATE, Estimate, _outer_seconds, _rank_seconds, plan_config
 from torchtitan_cp.planner.parameters import total_parameters
+from torchtitan_cp.planner.report import format_duration
 from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 from torchtitan_cp.training.registry import register
 
@@ -32,7 +33,7 @@ def test_every_stage_of_the_long_recipe_is_estimated_and_fits(capsys: pytest.Cap
     assert main([LONG, "--nodes", "8"]) == 0
     printed = capsys.readouterr().out
     assert "8,030,261,248 parameters" in printed
-    assert len(re.findall(r"^ +stage +4K +16K +64K +256K +512K +1M *$", printed, re.MULTILINE)) == 3
+    assert len(re.findall(r"^ +stage +4K +16K +64K +256K +512K +1M *$", printed, re.MULTILINE)) == 4
     assert re.search(r"^ +strategy +ring +ring +all_to_all +hybrid +hybrid +hybrid *$", printed, re.MULTILINE)
 
 
@@ -271,6 +272,82 @@ def test_no_stage_is_one_message_for_every_device(tmp_path: Path, capsys: pytest
         assert "there is no stage to train" in capsys.readouterr().err
 
 
+ONE_GPU = (
+    "--curriculum.stages=[{seq_len = 131072, steps = 1, global_batch_tokens = 131072}]",
+    "--lr_scheduler.warmup_steps=0",
+    "--activation.checkpoint=full",
+)
+
+
+def alone(*overrides: str, **given: float) -> Estimate:
+    """The long recipe's model at 128K on one H100."""
+    register(ARCHITECTURES)
+    cluster = make_cluster("h100-80g", ranks_per_node=1, **given)
+    return plan_config(load_config(LONG, (*ONE_GPU, *overrides)), cluster)[0]
+
+
+def test_host_memory_is_what_is_offloaded_the_batches_and_a_checkpoints_copy() -> None:
+    plain = alone("--checkpoint.enable=false")
+    parameters = total_parameters(plain.args)
+    batches = plain.host["batches"]
+    assert sum(plain.host.values()) == batches == 2 * (plain.config.data.prefetch_batches + 1) * 131072 * 2 * 8
+    offloaded = alone("--checkpoint.enable=false", "--activation.offload=true").host
+    assert offloaded["activations"] == 32 * 131072 * 4096 * 2  # the input of each layer, a power of two
+    weights = alone("--parallel.fsdp_cpu_offload=true").host
+    # A matrix of the MLP has 4,096 x 14,336 numbers, and pinned memory is taken in powers of two.
+    assert weights["weights"] == weights["gradients"] == pytest.approx(4 * parameters * 16384 / 14336)
+    assert weights["optimizer"] == 8 * parameters
+    assert weights["checkpoint"] == 12 * parameters
+    assert alone("--optimizer.offload_state=true").host["optimizer"] == pytest.approx(8 * parameters * 16384 / 14336)
+
+
+@pytest.mark.parametrize("seq_len", [98304, 131072, 131073])
+def test_pinned_activations_take_the_next_power_of_two(seq_len: int) -> None:
+    length = f"--curriculum.stages=[{{seq_len = {seq_len}, steps = 1, global_batch_tokens = {seq_len}}}]"
+    host = alone("--activation.offload=true", length).host
+    assert host["activations"] == 32 * (2**30 if seq_len <= 131072 else 2**31)
+
+
+def test_ranks_of_a_node_share_its_host() -> None:
+    one, eight = (
+        estimates(LONG, "--activation.offload=true", "--parallel.dp_replicate=1", nodes=nodes)[2] for nodes in (8, 16)
+    )
+    assert one.host["activations"] == eight.host["activations"]
+    fewer = make_cluster("h100-80g", 16, ranks_per_node=4)
+    (_, _, half, *_) = plan_config(load_config(LONG, ["--activation.offload=true"]), fewer)
+    assert half.host["activations"] == one.host["activations"] / 2
+
+
+def test_what_the_host_cannot_hold_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    offload = ("--parallel.fsdp_cpu_offload=true", "--activation.mlp_tiles=8")
+    assert alone(*offload).fits
+    small = alone(*offload, host_bytes=128e9)
+    assert small.fits_device
+    assert not small.fits
+    assert main([LONG, *ONE_GPU, "--gpus-per-node", "1", *offload, "--model.flavor=70B"]) == 1
+    printed = capsys.readouterr().out
+    found = re.search(r"DOES NOT FIT: 128K needs ([\d.]+) GiB a node, ([\d.]+) more than its host has", printed)
+    assert found
+    assert float(found[1]) - float(found[2]) == pytest.approx(0.92 * 2e12 / 2**30, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"), [(0.0751, "0.0751 s"), (59, "59 s"), (90, "1.5 min"), (7200, "2 h"), (864000, "10 days")]
+)
+def test_a_duration_has_a_unit_that_suits_it(seconds: float, wanted: str) -> None:
+    assert format_duration(seconds) == wanted
+
+
+def test_the_report_has_durations_and_no_fractions_of_a_day(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main([LONG, *ONE_GPU, "--device", "h200-141g", "--gpus-per-node", "1", "--optimizer.offload_state=true"]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert re.search(r"^[\d.]+ (s|min) in all$", printed, re.MULTILINE)
+    assert re.search(r"^ +duration +[\d.]+ (s|min) *$", printed, re.MULTILINE)
+    assert "e-0" not in printed
+
+
 def test_on_a_cpu_nothing_is_offloaded() -> None:
     """A run says that it is inactive there: all is in host memory."""
     offloads = ("parallel.fsdp_cpu_offload", "optimizer.offload_state", "activation.offload")
@@ -280,3 +357,4 @@ def test_on_a_cpu_nothing_is_offloaded() -> None:
         for value in ("false", "true")
     )
     assert [each.memory.total for each in offloaded] == [each.memory.total for each in plain]
+    assert [each.host for each in offloaded] == [each.host for each in plain]

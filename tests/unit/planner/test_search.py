@@ -27,7 +27,7 @@ def test_the_best_layout_fits_and_is_no_slower_than_the_given_one(tmp_path: Path
     given, chosen = (sum(e.step_seconds for e in plan_config(c, cluster)) for c in (config, found))
     assert chosen <= given
     assert [reason.split(" ")[0] for reason in reasons] == [
-        "parallel.tp", "parallel.pp", "activation.checkpoint", "8K:",
+        "parallel.tp", "parallel.pp", "activation.checkpoint", "activation.offload", "8K:",
     ]  # fmt: skip
 
 
@@ -87,17 +87,18 @@ def two_stages(
     return path
 
 
-@pytest.mark.parametrize("own", ["activation = {checkpoint = 'none'}", "tp = 4", ""])
+@pytest.mark.parametrize("own", ["activation = {checkpoint = 'none'}", "activation = {offload = true}", "tp = 4", ""])
 def test_what_is_found_is_planned_as_it_is_written_whatever_stages_had(tmp_path: Path, own: str) -> None:
     config, cluster = hopper(two_stages(tmp_path, own))
     found, reasons = search(config, cluster)
     for estimate, reason in zip(plan_config(found, cluster), reasons[-2:], strict=True):
         assert estimate.fits
         assert f"cp = {estimate.stage.cp}, {estimate.strategy}, {estimate.stage.micro_batches} micro" in reason
-    said = "curriculum.stages [0]: their own tp, pp and activation.checkpoint are left out"
+    said = "curriculum.stages [0]: their own tp, pp, activation.checkpoint and activation.offload are left out"
     assert (said in reasons) == bool(own)
     for stage in found.curriculum.stages:
-        assert (stage.tp, stage.pp, stage.activation.checkpoint) == (None, None, None)
+        own_activation = (stage.activation.checkpoint, stage.activation.offload)
+        assert (stage.tp, stage.pp, *own_activation) == (None, None, None, None)
 
 
 @pytest.mark.parametrize("first", [8192, 8202])
@@ -141,6 +142,57 @@ def test_what_cannot_fit_is_said(tmp_path: Path) -> None:
     config = load_config(write_run(tmp_path), [*OPTIONS, "--model.flavor=405B", "--model.overrides={}"])
     with pytest.raises(ConfigError, match="nothing fits on 2 x cpu"):
         search(config, make_cluster("cpu"))
+
+
+def one_gpu(path: Path, *overrides: str) -> tuple[Config, Cluster]:
+    """At 128K on one H100."""
+    keys = {"seq_len": 131072, "global_batch_tokens": 131072, "steps": 1}
+    options = [f"--curriculum.stages[0].{name}={value}" for name, value in keys.items()]
+    register(ARCHITECTURES)
+    config = load_config(path, [*options, "--model.flavor=8B", "--model.overrides={vocab_size = 128256}", *overrides])
+    return config, make_cluster("h100-80g", ranks_per_node=1)
+
+
+@pytest.mark.parametrize("tiles", [1, 16])
+def test_where_nothing_fits_what_saves_memory_is_tried_and_named_unless_it_is_set(tmp_path: Path, tiles: int) -> None:
+    config, cluster = one_gpu(write_run(tmp_path), f"--activation.mlp_tiles={tiles}")
+    found, reasons = search(config, cluster)
+    assert plan_config(found, cluster)[0].fits
+    assert found.parallel.fsdp_cpu_offload
+    assert not found.optimizer.offload_state  # the other includes it
+    assert found.activation.mlp_tiles == (8 if tiles == 1 else 16)
+    added = "activation.mlp_tiles = 8, parallel.fsdp_cpu_offload = true"
+    assert reasons[0] == f"{added if tiles == 1 else added.partition(', ')[2]}: nothing fits without"
+    assert any(
+        reason.startswith(f"activation.offload = {str(found.activation.offload).lower()}: ") for reason in reasons
+    )
+
+
+def test_activations_are_offloaded_where_that_is_faster(tmp_path: Path) -> None:
+    """So attention is not computed again."""
+    options = ("--model.overrides={vocab_size = 32064, n_layers = 12}", "--activation.mlp_tiles=16")
+    config, cluster = one_gpu(write_run(tmp_path), *options, "--parallel.fsdp_cpu_offload=true")
+    found, _ = search(config, cluster)
+    assert found.activation.offload
+    given = config.with_keys(activation={"checkpoint": "full"})
+    chosen, recomputed = (plan_config(c, cluster)[0] for c in (found, given))
+    assert chosen.fits
+    assert chosen.step_seconds < recomputed.step_seconds
+
+
+def test_with_muon_the_search_does_not_add_what_a_run_refuses_beside_it(tmp_path: Path) -> None:
+    config, cluster = one_gpu(write_run(tmp_path), "--optimizer.name=muon", "--activation.mlp_tiles=8")
+    with pytest.raises(ConfigError, match="nothing fits on 1 x h100-80g") as refused:
+        search(config, cluster)
+    assert "not even with optimizer.offload_state = true, activation.offload = true: " in str(refused.value)
+    assert "mlp_tiles" not in str(refused.value)
+    assert refused.value.fix == "use more nodes"
+
+
+def test_where_the_host_is_too_small_the_search_says_what_it_would_need(tmp_path: Path) -> None:
+    config, cluster = one_gpu(write_run(tmp_path), "--model.flavor=70B")
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB of a node's host memory, and 1713.6 are usable"):
+        search(config, cluster)
 
 
 def test_experts_are_shared_where_that_is_faster_and_the_choice_is_said(tmp_path: Path) -> None:
