@@ -339,9 +339,8 @@ def test_a_duration_has_a_unit_that_suits_it(seconds: float, wanted: str) -> Non
 
 
 def test_the_report_has_durations_and_no_fractions_of_a_day(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main([LONG, *ONE_GPU, "--device", "h200-141g", "--gpus-per-node", "1", "--optimizer.offload_state=true"]) == 0
-    )
+    device = ("--device", "h200-141g", "--gpus-per-node", "1")
+    assert main([LONG, *ONE_GPU, *device, "--optimizer.offload_state=true"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^[\d.]+ (s|min) in all$", printed, re.MULTILINE)
     assert re.search(r"^ +duration +[\d.]+ (s|min) *$", printed, re.MULTILINE)
