@@ -15,9 +15,22 @@ needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or not (shutil.which("c++") or shutil.which("g++")), reason="needs Linux and a C++ compiler"
 )
 DEFAULT = [("8B", "full"), ("8B", "selective, offload"), ("experts", "full, ep 8, offload")]
-DEEP = [(model, options) for model, rows in ROWS.items() for options in rows if (model, options) not in DEFAULT]
-# The dry run of an MLP in tiles under tensor parallelism takes many times as long as the others.
-SLOW = {("8B", "full, 8 tiles, tp 4"), ("8B", "attention_saved, 8 tiles, tp 2, cp 2")}
+# `python -m benchmarks planned_memory` makes these too. Their dry runs take five times as long as the others.
+SLOW = {
+    ("8B", "full, 8 tiles, tp 4"),
+    ("8B", "attention_saved, 8 tiles, tp 2, cp 2"),
+    ("8B", "full, 8 tiles, 8bit"),
+    ("8B", "full, 8 tiles, offload, pp 2"),
+    ("8B", "full, pp 2, tp 2"),
+    ("experts", "full, 8 tiles, ep 8"),
+}
+
+
+def is_alike(model: str, options: str) -> bool:
+    """Whether another row has the same peak, during the loss or in a strategy that adds nothing there."""
+    if model == "1B":
+        return "8 tiles" in options or "cp 4" in options
+    return options.startswith(("none, cp 4", "selective, cp 4")) and "all_to_all" not in options
 
 
 def unlike(cases: list[tuple[str, str]]) -> list[tuple[str, str, float]]:
@@ -36,7 +49,8 @@ def test_planner_and_dry_run_agree_where_they_once_differed_most() -> None:
 @pytest.mark.deep
 @pytest.mark.xdist_group("jobs/test_page_runs.py")  # early, as it takes minutes
 def test_planner_and_dry_run_agree_within_10_percent_over_the_options() -> None:
-    assert not unlike([case for case in DEEP if case not in SLOW])
+    every = [(model, options) for model, rows in ROWS.items() for options in rows]
+    assert not unlike([case for case in every if case not in (*DEFAULT, *SLOW) and not is_alike(*case)])
 
 
 def test_every_option_is_in_a_row() -> None:
