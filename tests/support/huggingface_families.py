@@ -463,6 +463,9 @@ def with_layers(config: Keys, layers: int) -> Keys:
         for key, value in config.items()
         if isinstance(value, list) and len(value) == old
     }
+    if numbered := config.get("per_layer_config"):  # by number, of two digits
+        of_layer = {number: numbered.get(f"{number % old:02}") for number in range(layers)}
+        repeated["per_layer_config"] = {f"{number:02}": keys for number, keys in of_layer.items() if keys}
     return {**config, **repeated, "num_hidden_layers": layers}
 
 
