@@ -101,13 +101,13 @@ def _count_positions() -> Any:
 
 
 def _shard_twice() -> Any:
-    forward = ParallelModel._forward
+    train_part = ParallelModel._train_part
 
-    def halved(self: Any, part: Any, state: Any, batch: Any, *measure: Any, **named: Any) -> Any:
+    def halved(self: Any, divisor: Any, loss_sum: Any, forward: Any, hidden: Any, batch: Any) -> Any:
         cut = {name: getattr(batch, name)[..., ::2] for name in ("tokens", "labels", "positions")}
-        return forward(self, part, state, dataclasses.replace(batch, **cut), *measure, **named)
+        return train_part(self, divisor, loss_sum, forward, hidden, dataclasses.replace(batch, **cut))
 
-    return patch.object(ParallelModel, "_forward", halved)
+    return patch.object(ParallelModel, "_train_part", halved)
 
 
 FAULTS: dict[str, Callable[[], Any]] = {

@@ -19,7 +19,7 @@ from models import ARCHITECTURES
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.config import load_config
 from torchtitan_cp.data.batches.micro_batches import BatchLayout
-from torchtitan_cp.optim import offload
+from torchtitan_cp.optim import adamw
 from torchtitan_cp.parallel.offload import HostMemory
 from torchtitan_cp.planner.dry_run import DryModel, stage_walker, with_shared_batches
 from torchtitan_cp.planner.parameters import sized_model_args
@@ -179,7 +179,7 @@ def _walk(path: str, case: Case, device: str) -> dict[str, Any]:
 
             patches.enter_context(patch.object(DryModel, "forward_backward", then_start))
         if case.get("fault") == "whole state at once":
-            patches.enter_context(patch.object(offload, "_parts", lambda groups: [groups]))
+            patches.enter_context(patch.object(adamw, "parts", lambda groups: iter([groups])))
         walk = patches.enter_context(stage_walker(run, 0, device))
         walked = walk(run.stages[0])
     sent: dict[str, int] = {}

@@ -223,7 +223,7 @@ class Drill:
     def __init__(self, folder: Path, seed: int) -> None:
         self.draw, self.folder = random.Random(seed), folder
         self.keep = self.draw.choice([1, 1, 2, 2, 3, 4])
-        self.step, self.stage_ends = 0, set[int]()
+        self.step, self.saves, self.stage_ends = 0, 0, set[int]()
         self.checkpoints = self.start()
 
     def start(self) -> CheckpointManager:
@@ -252,6 +252,7 @@ class Drill:
         dist.barrier()
 
     def save(self) -> None:
+        self.saves += 1
         self.step += self.draw.randint(1, 3)
         if self.draw.random() < 0.2:
             self.stage_ends.add(self.step)
@@ -270,6 +271,7 @@ class Drill:
             assert not expired & set(steps(self.folder)), "what has expired is deleted"
 
     def run(self, bursts: int) -> int:
+        """How many saves there were."""
         for _ in range(bursts):
             before = self.intact() if self.step else set()
             dist.barrier()
@@ -286,7 +288,7 @@ class Drill:
                 dist.barrier()
                 self.checkpoints = self.start()
         self.checkpoints.close()
-        return self.step
+        return self.saves
 
 
 def drill(folder: Path, seed: int) -> int:

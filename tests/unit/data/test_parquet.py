@@ -228,8 +228,7 @@ def test_whatever_is_damaged_no_row_is_lost_without_a_word(tmp_path: Path, key: 
     for _ in range(40):
         at, length = draw.randrange(len(content)), draw.choice([1, 4, 50, 500])
         path.write_bytes(content[:at] + draw.randbytes(min(length, len(content) - at)) + content[at + length :])
-        skipped = SkippedRecords(quiet=True)
-        refused = ""
+        skipped, found, refused = SkippedRecords(quiet=True), 0, ""
         try:
             found = len(list(read_rows(parquet_data(tmp_path, **key), skipped)))
         except DataError as error:
