@@ -1,7 +1,7 @@
-"""Keys that are gone or renamed since the last version: files that have them are still read.
+"""Keys that are gone, and values with another name, since the last version: files that have them are still read.
 
 A run's own config.toml has every key, so what an earlier version wrote must stay readable: a key that is gone is left
-out if it had its default, and a key with another name is taken under the new one.
+out if it had its default.
 """
 
 import logging
@@ -48,12 +48,11 @@ GONE = {
     "parallel.fsdp_prefetch": Gone((1,), "remove it; the next block's weights are gathered in advance"),
     "parallel.pp_split": Gone(([],), "remove it; layers are split over pipeline stages by their cost"),
 }
-RENAMED: dict[str, str] = {}
 RENAMED_VALUES = {"health.on_spike": {"trip": "handle"}}
 
 
 def read_retired_keys(table: dict[str, Any], file: str) -> None:
-    """Take retired keys out of the tables, and put renamed ones under their new names, in place.
+    """Take the keys that are gone out of the tables, and give renamed values their new names, in place.
 
     Raises:
         ConfigError: a key that is gone has a value that asks for more than runs do without it.
@@ -63,10 +62,6 @@ def read_retired_keys(table: dict[str, Any], file: str) -> None:
             if (value := owner[name]) not in gone.harmless:
                 raise ConfigError(f"{file}: {dotted} = {value!r}, and there is no such key any more", fix=gone.fix)
             del owner[name]
-    for dotted, new_name in RENAMED.items():
-        for owner, name in _owners(table, dotted):
-            logger.info("%s: %s is now called %s", file, dotted, new_name)
-            owner.setdefault(new_name, owner.pop(name))
     for dotted, values in RENAMED_VALUES.items():
         for owner, name in _owners(table, dotted):
             if isinstance(owner[name], str) and owner[name] in values:

@@ -348,7 +348,7 @@ def check_hub_tokenizer(config: Config) -> None:
             f"the tokenizer {own} is not that of model.hub_checkpoint, {files[kind]}: {len(others)} ids mean other "
             f"text, the first of them {others[0]}",
             fix="leave out tokenizer.kind and tokenizer.path to take the checkpoint's, or set model.load_weights = "
-            "false; to go on with its weights all the same, give a copy of its folder without tokenizer files",
+            "false; to keep its weights under this tokenizer, give a copy of its folder without the tokenizer's files",
         )
 
 

@@ -327,7 +327,7 @@ def test_the_template_that_has_a_fault_is_named(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path, chat_template=stored)
     found = find_chat_template(data, TokenizerConfig("huggingface", str(path)), None)
     assert found
-    assert sorted(found.named) == ["rag", "tool_use"], "a name with a folder is none of a file"
+    assert sorted(found.named) == ["rag", "tool_use"], "a name with a slash cannot be the name of a file"
 
 
 def test_a_template_that_refuses_messages_says_why() -> None:
