@@ -38,7 +38,7 @@ from torchtitan_cp.runtime.environment import PLACE, forget_rank
 from torchtitan_cp.runtime.job_notes import ask_for_relaunch, end_job
 from torchtitan_cp.runtime.lock import run_dir_lock
 from torchtitan_cp.runtime.signals import any_rank
-from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, name_lost_ranks, set_activity
+from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, report_lost_ranks, set_activity
 from torchtitan_cp.training.doctor import run_doctor
 from torchtitan_cp.training.parity import verify_parity
 from torchtitan_cp.training.registry import register
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
             fits = print_walks(Console(markup=False), walks, ranks, options.rank, options.device or "")
             return 0 if fits else DOES_NOT_FIT
         longest = max(config.job.startup_timeout_seconds, config.job.timeout_seconds, config.checkpoint.timeout_seconds)
-        with name_lost_ranks():
+        with report_lost_ranks():
             world = start_ranks(longest)
         if options.verify_parity is not None:
             healthy = verify_parity(config, world, options.verify_parity)
@@ -147,7 +147,7 @@ def run(config: Config, world: World) -> bool:
     settings = config.job
     set_activity("reading the corpus and building the model", 0, settings.startup_timeout_seconds)
     beat_seconds = min(MAX_BEAT_SECONDS, settings.timeout_seconds / BEATS)
-    with Watchdog(world.rank, world.size, beat_seconds, settings.dump_folder) as watch, name_lost_ranks(watch):
+    with Watchdog(world.rank, world.size, beat_seconds, settings.dump_folder) as watch, report_lost_ranks(watch):
         check_same_job(config, SOURCES)
         with run_dir_lock(settings.dump_folder):
             if world.rank == 0:  # the others wait for what it finds

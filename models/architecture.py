@@ -158,7 +158,7 @@ class ModelArgs(Protocol):
         ...
 
     @property
-    def never_compiled_and_recomputed(self) -> str:
+    def compile_checkpoint_conflict(self) -> str:
         """Why layers cannot be both compiled and recomputed; "": they can."""
         ...
 
@@ -241,7 +241,7 @@ class LanguageModel(nn.Module):
         """
         raise NotImplementedError
 
-    def keep(self, first: int, stop: int) -> None:
+    def keep_layers(self, first: int, stop: int) -> None:
         """Keep layers [first, stop), with the embedding before the first of all and the output after the last.
 
         An output tied to the embedding keeps the embedding's weight, under the embedding's name.

@@ -1,4 +1,4 @@
-"""Sizes of a causal language model of transformers, from its config.json and from a look at the model."""
+"""Sizes of a causal language model of transformers, from its config.json and from a probe of the model."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.huggingface.look import LayerLook, Look, look_at
+from models.huggingface.probe import LayerInfo, ModelProbe, probe_model
 
 # Keys about the files, the library or this machine, not about the model.
 _FILE_KEYS = ("dtype", "torch_dtype", "quantization_config", "architectures", "auto_map", "_name_or_path")
@@ -35,32 +35,32 @@ class HuggingFaceArgs:
         return hash((json.dumps(self.config, sort_keys=True), self.vocab_size))
 
     @cached_property
-    def look(self) -> Look:
+    def probe(self) -> ModelProbe:
         """Raises ValueError: the model cannot be trained as it is."""
-        return _look(self)
+        return _probe(self)
 
-    dim = property(attrgetter("look.dim"))
-    tie_embeddings = property(attrgetter("look.tie_embeddings"))
-    longest = property(attrgetter("look.longest"))
-    logit_scale = property(attrgetter("look.logit_scale"))
-    logit_softcap = property(attrgetter("look.logit_softcap"))
+    dim = property(attrgetter("probe.dim"))
+    tie_embeddings = property(attrgetter("probe.tie_embeddings"))
+    longest = property(attrgetter("probe.longest"))
+    logit_scale = property(attrgetter("probe.logit_scale"))
+    logit_softcap = property(attrgetter("probe.logit_softcap"))
     fused_norms = False  # transformers computes each in fp32 by several kernels
 
     @property
     def n_layers(self) -> int:
-        return len(self.look.layers)
+        return len(self.probe.layers)
 
     @property
-    def never_compiled_and_recomputed(self) -> str:
+    def compile_checkpoint_conflict(self) -> str:
         """Why blocks are not compiled where they are recomputed; empty if they may be."""
         if self.config.get("num_kv_shared_layers"):  # Gemma 3n and 4
             return "layers of this model hand their keys on to later ones"
         return "its routers hand their logits on to the balance loss" if self.balance else ""
 
     @cached_property
-    def _widest(self) -> LayerLook:
+    def _widest(self) -> LayerInfo:
         """The layer with the widest attention."""
-        return max(self.look.layers, key=lambda layer: layer.n_heads * layer.head_dim)
+        return max(self.probe.layers, key=lambda layer: layer.n_heads * layer.head_dim)
 
     n_heads = property(attrgetter("_widest.n_heads"))
     n_kv_heads = property(attrgetter("_widest.n_kv_heads"))
@@ -69,17 +69,17 @@ class HuggingFaceArgs:
     @property
     def ffn_dim(self) -> int:
         """Of a gated feed-forward with as many weights for a token as the mean layer has outside attention."""
-        return sum(layer.active_mlp_matrices for layer in self.look.layers) // (3 * self.look.dim * self.n_layers)
+        return sum(layer.active_mlp_matrices for layer in self.probe.layers) // (3 * self.probe.dim * self.n_layers)
 
     active_ffn_dim = ffn_dim
 
     @property
     def experts_per_token(self) -> int:
-        return max(layer.experts_per_token for layer in self.look.layers)
+        return max(layer.experts_per_token for layer in self.probe.layers)
 
     @property
     def n_experts(self) -> int:
-        return max(layer.n_experts for layer in self.look.layers)
+        return max(layer.n_experts for layer in self.probe.layers)
 
     @property
     def balance(self) -> float:
@@ -89,22 +89,22 @@ class HuggingFaceArgs:
     @cached_property
     def rotary_dim(self) -> int:
         """Of the layers of full attention, or of those with a window where it is all; 0: a stage changes no buffer."""
-        layers = [layer for layer in self.look.layers if not layer.window] or self.look.layers
+        layers = [layer for layer in self.probe.layers if not layer.window] or self.probe.layers
         names = (layer.rotary for layer in layers if not layer.rotary.endswith(".sliding_attention_inv_freq"))
-        return next((self.look.rotaries[name] for name in names if name in self.look.rotaries), 0)
+        return next((self.probe.rotaries[name] for name in names if name in self.probe.rotaries), 0)
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
-        return tuple(layer.window for layer in self.look.layers)
+        return tuple(layer.window for layer in self.probe.layers)
 
     @property
     def attention_widths(self) -> tuple[int, ...]:
-        return tuple(layer.n_heads * (layer.qk_dim + layer.v_dim) for layer in self.look.layers)
+        return tuple(layer.n_heads * (layer.qk_dim + layer.v_dim) for layer in self.probe.layers)
 
     @property
     def attention_kinds(self) -> tuple[tuple[int, int, bool], ...]:
         """See LlamaArgs."""
-        return tuple(sorted({(layer.qk_dim, layer.v_dim, layer.softcap > 0) for layer in self.look.layers}))
+        return tuple(sorted({(layer.qk_dim, layer.v_dim, layer.softcap > 0) for layer in self.probe.layers}))
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
@@ -114,25 +114,25 @@ class HuggingFaceArgs:
 
     def heads_of(self, window: int) -> tuple[int, int, int]:
         """See LlamaArgs."""
-        layer = next(layer for layer in self.look.layers if layer.window == window)
+        layer = next(layer for layer in self.probe.layers if layer.window == window)
         return layer.n_heads, layer.n_kv_heads, layer.head_dim
 
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
-        return sum(layer.active_matrices for layer in self.look.layers) + self.look.dim * self.look.vocab_size
+        return sum(layer.active_matrices for layer in self.probe.layers) + self.probe.dim * self.probe.vocab_size
 
     def matrix_parameters(self) -> int:
         """See LlamaArgs."""
-        return sum(layer.matrices for layer in self.look.layers) + self.look.dim * self.look.vocab_size
+        return sum(layer.matrices for layer in self.probe.layers) + self.probe.dim * self.probe.vocab_size
 
     def small_parameters(self, tp: int) -> int:
         """See LlamaArgs; the mean over layers, which no tp divides."""
-        return sum(layer.parameters - layer.matrices for layer in self.look.layers) // self.n_layers
+        return sum(layer.parameters - layer.matrices for layer in self.probe.layers) // self.n_layers
 
     def embedding_parameters(self, tp: int) -> int:
         """See LlamaArgs; with all else that is in no layer, but for the output layer and one norm."""
-        outside = self.look.parameters - sum(layer.parameters for layer in self.look.layers)
-        return outside - self.look.dim - (0 if self.look.tie_embeddings else self.look.dim * self.look.vocab_size)
+        outside = self.probe.parameters - sum(layer.parameters for layer in self.probe.layers)
+        return outside - self.probe.dim - (0 if self.probe.tie_embeddings else self.probe.dim * self.probe.vocab_size)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class HuggingFaceArgs:
         return self.config | {"vocab_size": self.vocab_size, "pad_token_id": None}
 
     def problem(self) -> str | None:
-        """None: the look has refused what is not valid."""
+        """None: the probe has refused what is not valid."""
         return None
 
     def rope_problem(self, kind: str) -> str | None:
@@ -150,33 +150,33 @@ class HuggingFaceArgs:
         own = self.config.get("rope_parameters") or {}
         entries = [entry for entry in (own, *own.values()) if isinstance(entry, dict)]
         types = {entry.get("rope_type") for entry in entries}
-        if not self.rotary_dim or self.look.learned_positions:
-            return f"{self.look.model_class} has no rotary embedding in its layers of full attention"
+        if not self.rotary_dim or self.probe.learned_positions:
+            return f"{self.probe.model_class} has no rotary embedding in its layers of full attention"
         full = own.get("full_attention", own) or {}
         if "partial_rotary_factor" in full and int(self._widest.qk_dim * full["partial_rotary_factor"]) % 2:
-            return f"{self.look.model_class} turns an odd number of entries in each head"
+            return f"{self.probe.model_class} turns an odd number of entries in each head"
         if "proportional" in types:
-            return f"{self.look.model_class} turns a part of each head, by frequencies of the whole head"
+            return f"{self.probe.model_class} turns a part of each head, by frequencies of the whole head"
         if self.config.get("layer_rope_theta"):
-            return f"{self.look.model_class} has a theta for each layer"
-        if self.look.scale_follows_rope and any(entry.get("mscale_all_dim") for entry in entries):
-            return f"{self.look.model_class} scales its attention scores by its own YaRN, which an export would lose"
-        if kind == "yarn" and self.look.scale_follows_rope:
-            return f"under YaRN {self.look.model_class} would scale its attention scores by the factor too"
+            return f"{self.probe.model_class} has a theta for each layer"
+        if self.probe.scale_follows_rope and any(entry.get("mscale_all_dim") for entry in entries):
+            return f"{self.probe.model_class} scales its attention scores by its own YaRN, which an export would lose"
+        if kind == "yarn" and self.probe.scale_follows_rope:
+            return f"under YaRN {self.probe.model_class} would scale its attention scores by the factor too"
         return None
 
 
 @lru_cache(maxsize=8)
-def _look(args: HuggingFaceArgs) -> Look:
+def _probe(args: HuggingFaceArgs) -> ModelProbe:
     with torch.device("cpu"):  # the caller may be building on meta
-        return look_at(parse_config(args.sizes))
+        return probe_model(parse_config(args.sizes))
 
 
 def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> HuggingFaceArgs:
     """The args of a config.json; of a multimodal one, those of its text model.
 
     Raises:
-        ValueError: transformers has no such model, or cannot build it with these values, or the look refuses it.
+        ValueError: transformers has no such model, or cannot build it with these values, or the probe refuses it.
     """
     text, sizes = _text_model(config)
     known = text.to_dict()
@@ -192,10 +192,10 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     sizes = parse_config({**sizes, "vocab_size": vocab_size or text.vocab_size}).to_dict()
     kept = {key: value for key, value in sizes.items() if key not in _DROPPED}
     args = HuggingFaceArgs(json.loads(json.dumps(kept)), vocab_size)
-    look = args.look  # refuses models that cannot be trained
-    uncounted = args.balance and not (look.routers and args.experts_per_token)
+    probe = args.probe  # refuses models that cannot be trained
+    uncounted = args.balance and not (probe.routers and args.experts_per_token)
     if uncounted or (args.config.get("output_router_logits") and "aux_loss_coef" in args.config):
-        raise ValueError(f"the balance loss of {look.model_class} is not supported: set output_router_logits = false")
+        raise ValueError(f"the balance loss of {probe.model_class} is not supported: set output_router_logits = false")
     return args
 
 

@@ -169,7 +169,7 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
     Raises:
         ValueError: the format cannot express them.
     """
-    values = copy.deepcopy(args.sizes) | {"architectures": [args.look.model_class]}
+    values = copy.deepcopy(args.sizes) | {"architectures": [args.probe.model_class]}
     own = values.get("rope_parameters") or {}
     # A separate rotary embedding of layers with windows stays as it is.
     full = own.get("full_attention", own) or {}
@@ -196,7 +196,7 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
     # A null is left out where it is the class's default. transformers' yarn and longrope take this one as it is.
     defaults = parse_config({"model_type": values["model_type"]}).to_dict()
     if "head_dim" in values and values["head_dim"] is None:
-        values["head_dim"] = args.look.layers[0].qk_dim
+        values["head_dim"] = args.probe.layers[0].qk_dim
     values = {key: value for key, value in values.items() if value is not None or defaults.get(key) is not None}
     # A family may refuse a type of rotary embedding, although its model runs with such frequencies.
     parse_config(values)

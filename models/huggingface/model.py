@@ -59,17 +59,17 @@ class HuggingFaceModel(LanguageModel):
         causal = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
         for name, child in causal.named_children():
             self.add_module(name, child)
-        layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.look.layers)}
+        layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.probe.layers)}
         output, embeddings = causal.get_output_embeddings(), causal.get_input_embeddings()
         # vars() bypasses nn.Module, so that nothing is registered twice.
         vars(self).update(causal=causal, layers=nn.ModuleDict(layers), tok_embeddings=embeddings, output=output)
         self._initializer = Initializer(causal.config)
         if output.weight.is_meta:  # even then buffers are real
             self._initializer.restore_buffers(self, torch.device("cpu"))
-        for layer in args.look.layers:
+        for layer in args.probe.layers:
             module: Any = self.get_submodule(layer.attention)
             module.attend, module.shared = attend, self.shared
-            scales = {other.scale for other in args.look.layers if other.qk_dim == layer.qk_dim}
+            scales = {other.scale for other in args.probe.layers if other.qk_dim == layer.qk_dim}
             if len(scales) > 1 and isinstance(getattr(module, "scaling", None), float):
                 # GPT-2 may scale by the layer's number. A number is a constant of compiled code, which would serve this
                 # layer alone; a tensor is an input.
@@ -81,13 +81,13 @@ class HuggingFaceModel(LanguageModel):
             rotary.original_types = copy.copy(rotary.rope_type)
         self.is_first = self.is_last = True
         self.sum_ranks, self.add_loss = attend.sum_ranks, attend.add_loss
-        for name in args.look.routers if args.balance else ():
+        for name in args.probe.routers if args.balance else ():
             self.get_submodule(name).register_forward_hook(self._keep_router_logits)
 
     @property
     def experts(self) -> dict[int, nn.Module]:
         """Experts by the number of their layer."""
-        layers = enumerate(self.args.look.layers)
+        layers = enumerate(self.args.probe.layers)
         return {number: self.get_submodule(layer.experts) for number, layer in layers if layer.experts}
 
     @property
@@ -103,7 +103,7 @@ class HuggingFaceModel(LanguageModel):
             if name.endswith(BIASES)
         }
 
-    def keep(self, first: int, stop: int) -> None:
+    def keep_layers(self, first: int, stop: int) -> None:
         """See Llama; there is no pipeline here, so all layers are kept."""
         assert (first, stop) == (0, len(self.layers))
 
@@ -185,7 +185,7 @@ class HuggingFaceModel(LanguageModel):
                 yield module, None
 
     @contextmanager
-    def own_attention(self, documents: Tensor) -> Iterator[None]:
+    def native_attention(self, documents: Tensor) -> Iterator[None]:
         """Run transformers' own attention and masks, within documents; `documents` numbers them, `[B, S]`.
 
         Not all families infer from the positions that documents are packed.

@@ -45,7 +45,7 @@ class LlamaArgs:
 
     logit_scale: ClassVar[float] = 1.0  # a factor of the logits
     logit_softcap: ClassVar[float] = 0.0  # 0: none
-    never_compiled_and_recomputed: ClassVar[str] = ""  # why blocks cannot be both; "": they can
+    compile_checkpoint_conflict: ClassVar[str] = ""  # why blocks cannot be both; "": they can
     longest: ClassVar[int] = 0  # tokens that a sequence may have; 0: any number
     fused_norms: ClassVar[bool] = True  # a GPU runs each as one kernel
     # MoeArgs has fields of these names, so they are no ClassVars.

@@ -44,7 +44,7 @@ class Llama(LanguageModel):
         """Build a layer; relatives of Llama override this."""
         return Block(args, Attention(args, attend, args.layer_windows[number]), self.norm_type)
 
-    def keep(self, first: int, stop: int) -> None:
+    def keep_layers(self, first: int, stop: int) -> None:
         """Keep layers [first, stop), with the embedding before the first of all and the output after the last.
 
         An output tied to the embedding keeps the embedding's weight, under the embedding's name.

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.huggingface.args import args_from_config
-from models.huggingface.look import Look
+from models.huggingface.probe import ModelProbe
 
 Keys = dict[str, Any]
 
@@ -491,25 +491,25 @@ def random_weights(model: torch.nn.Module, seed: int) -> None:
 
 
 def as_markdown() -> str:
-    """A row for each family, from what the look finds in its tiny model; variants of a family have none."""
+    """A row for each family, from what the probe finds in its tiny model; variants of a family have none."""
     names = [name for name in FAMILIES if "," not in name]
-    rows = "\n".join(_row(name, args_from_config(FAMILIES[name], {}).look) for name in names)
+    rows = "\n".join(_row(name, args_from_config(FAMILIES[name], {}).probe) for name in names)
     head = "| family | `model_type` | layers with a window | rotary embeddings | attention | logits | experts |"
     return f"{head}\n|{'---|' * 7}\n{rows}\n"
 
 
-def _row(name: str, look: Look) -> str:
-    layers, config = look.layers, FAMILIES[name]
+def _row(name: str, probe: ModelProbe) -> str:
+    layers, config = probe.layers, FAMILIES[name]
     windows = [bool(layer.window) for layer in layers]
     rotaries = {layer.rotary for layer in layers}
-    dims = {look.rotaries[layer.rotary] / layer.qk_dim for layer in layers if layer.rotary in look.rotaries}
+    dims = {probe.rotaries[layer.rotary] / layer.qk_dim for layer in layers if layer.rotary in probe.rotaries}
     latent = any(layer.v_dim != layer.qk_dim for layer in layers)
     rotary = [
         "two" if len(rotaries - {""}) > 1 else "one",
         "of some layers" if "" in rotaries else "",
         "of a part of each head" if min(dims, default=1) < 1 and not latent else "",
     ]
-    if look.learned_positions:
+    if probe.learned_positions:
         rotary = ["none, learned positions"]
     attention = {
         "sinks": any(layer.sinks for layer in layers),
@@ -519,7 +519,7 @@ def _row(name: str, look: Look) -> str:
         "heads of two sizes": len({layer.qk_dim for layer in layers}) > 1,
         "keys of earlier layers": bool(config.get("num_kv_shared_layers")),
     }
-    logits = {"scaled": abs(look.logit_scale - 1) > 1e-3, "soft cap": bool(look.logit_softcap)}
+    logits = {"scaled": abs(probe.logit_scale - 1) > 1e-3, "soft cap": bool(probe.logit_softcap)}
     cells = [
         f"**{name}**" if name in ON_RANKS else name,
         f"`{config['model_type']}`",

@@ -59,7 +59,7 @@ def inject(trainer: Trainer, fault: Inject | None = None) -> None:
     vars(runner).pop("compute_gradients", None), vars(runner).pop("diagnose", None)
     compute, diagnose = runner.compute_gradients, runner.diagnose
     repeat = runner._repeat
-    injector = Injector(fault or Inject(), model.parts, model.args.vocab_size, model.shares_batch_with)
+    injector = Injector(fault or Inject(), model.parts, model.args.vocab_size, model.reads_same_batch_as)
 
     def faulty_run(progress: Progress, micro_batches: Any) -> StepReport:
         with injector.fault(progress.step + 1):
@@ -98,7 +98,7 @@ class Injector:
         settings: the fault.
         parts: the model's modules on this rank.
         vocabulary: V; ids from V on are not tokens.
-        shares_batch_with: whether a rank reads the same tokens as this one.
+        reads_same_batch_as: whether a rank reads the same tokens as this one.
 
     Attributes:
         name: name of the module that gets the fault; module: the module itself, None if this rank does not have it.
@@ -107,8 +107,10 @@ class Injector:
         ConfigError: on all ranks, if the rank does not have the module, or the module has no weight to corrupt.
     """
 
-    def __init__(self, settings: Inject, parts: Any, vocabulary: int, shares_batch_with: Callable[[int], bool]) -> None:
-        self.settings, self.vocabulary, self.shares_batch_with = settings, vocabulary, shares_batch_with
+    def __init__(
+        self, settings: Inject, parts: Any, vocabulary: int, reads_same_batch_as: Callable[[int], bool]
+    ) -> None:
+        self.settings, self.vocabulary, self.reads_same_batch_as = settings, vocabulary, reads_same_batch_as
         # The last part may hold the embedding too, for the tied weight of its output, but only the first part runs it.
         modules: dict[str, nn.Module] = {}
         for part in parts:
@@ -155,7 +157,7 @@ class Injector:
         label becomes another token.
         """
         settings, (first, *others) = self.settings, micro_batches
-        if settings.where == "data" and self.is_due(step, again=again) and self.shares_batch_with(settings.rank):
+        if settings.where == "data" and self.is_due(step, again=again) and self.reads_same_batch_as(settings.rank):
             labels = first.labels.clone()
             if settings.kind == "spike":
                 labels = torch.where(labels < 0, labels, (labels + self.vocabulary // 2) % self.vocabulary)

@@ -28,7 +28,7 @@ def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True)
 
 
-def guarded_by_use(cls: Class) -> Class:
+def guard_only_read_fields(cls: Class) -> Class:
     """Make torch.compile guard only those fields of a frozen dataclass that a graph reads.
 
     torch 2.11 reads every field of a frozen dataclass that passes through activation checkpointing: a plan with other

@@ -22,7 +22,7 @@ from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strateg
 
 
 @keep_newest
-def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
+def resolve_auto(plan: Plan, query_heads: int, key_heads: int) -> Plan:
     """The plan with the strategy that runs: `auto` depends on the heads, and a group of one rank runs the ring."""
     if plan.strategy == "auto" and plan.ranks > 1 and plan.kv_transfer == "exact":
         log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
@@ -53,7 +53,7 @@ def _make_call(
     handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: ScoreMod, sinks: Tensor | None
 ) -> tuple[Strategy, Call]:
     """The strategy of a plan, and its call for (query, key) heads."""
-    plan = with_strategy(find_plan(handle), *heads)
+    plan = resolve_auto(find_plan(handle), *heads)
     plan.check_batch(len(q))
     options = {"softcap": scores.softcap > 0, "dense": plan.mask.dense}
     kernel = choose_kernel(plan.kernel, q, v, **options)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.caching import hashed_once, keep_newest
 from torchtitan_cp.attention.collectives import Group, find_group, gather
-from torchtitan_cp.attention.compiling import guarded_by_use
+from torchtitan_cp.attention.compiling import guard_only_read_fields
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.layout import Layout, Segment, cut_by_document, documents_of, rank_areas, rows_sent
 from torchtitan_cp.attention.mask import AttentionMask, Band, Span, merge_spans, rows_before
@@ -52,7 +52,7 @@ class RingStep:
         return tuple((self.source, *span) for span in self.receive)
 
 
-@guarded_by_use
+@guard_only_read_fields
 @hashed_once
 @dataclass(frozen=True)
 class Plan:

@@ -195,9 +195,9 @@ def _open(path: Path) -> Any:
         raise _broken(path, f"cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
-def _broken(where: object, what: str, fix: str = "") -> ConfigError:
+def _broken(where: object, problem: str, fix: str = "") -> ConfigError:
     return ConfigError(
-        f"model.hub_checkpoint: {where} {what}",
+        f"model.hub_checkpoint: {where} {problem}",
         fix=fix
         or "give a folder with config.json and complete *.safetensors of this model, "
         "without model.overrides of its sizes",

@@ -187,7 +187,7 @@ class CheckpointManager:
         self._retention.record(folder, writer.stamps, intact=True)
         logger.info(f"{folder}: training paused {paused}; {size:,} bytes were on disk after {seconds:.1f} s")
         # The checkpoints before a rollback stay until a healthy step: the next rollback may have to go back further.
-        if writer.progress.settled:
+        if writer.progress.healthy_since_rollback:
             thread.submit(self._delete_expired)
 
     def _report_failure(self, writer: CheckpointWriter, reason: str, last_save: bool) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from torchtitan_cp.config import ConfigError
 
 PROGRESS_FILE = "progress.json"
-# Old names of keys, which older progress.json files have, and their names now.
-OLD_KEYS = {"cursor": "trained_tokens", "passed_over": "skipped_ranges", "recipe": "text_recipe"}
+# Names of keys in checkpoints of the version before this one, and their names now.
+RENAMED_KEYS = {"recent": "spike_history", "text_recipe": "text_settings"}
 
 
 class DamagedError(Exception):
@@ -37,11 +37,11 @@ class Progress:
         block_tokens: block size of the data order; another size reorders the text that is left.
         data_order: keys of [data] that also decide the data order.
         short_loss: newest held-out loss at the length of the first stage; short_tokens: its evaluation.tokens.
-        seconds: of training and of evaluation, by rank 0's clock.
+        trained_seconds: by rank 0's clock; evaluation_seconds: the same of evaluation.
         skipped_ranges: text that is not trained on, as [stage, first, stop]: the stage's text steps in [first, stop).
         health: what bad steps have led to; see health.recovery.RecoveryState.
-        recent: numbers of the last healthy steps; see health.monitor.SpikeDetector.
-        text_recipe: what decides which text a step of the current stage reads; see ResolvedStage.text_recipe.
+        spike_history: numbers of the last healthy steps; see health.monitor.SpikeDetector.
+        text_settings: what decides which text a step of the current stage reads; see ResolvedStage.text_settings.
         ropes: by stage number, the newest `rope` of each stage entered; None: the model's own.
         stage_losses: by stage number, the first and last training loss of each stage begun, and the steps taken.
     """
@@ -59,20 +59,22 @@ class Progress:
     data_order: dict[str, Any] = dataclasses.field(default_factory=dict)
     short_loss: float | None = None
     short_tokens: int = 0
-    seconds: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    trained_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
     skipped_ranges: list[list[int]] = dataclasses.field(default_factory=list)
     health: dict[str, Any] = dataclasses.field(default_factory=dict)
-    recent: list[list[float]] = dataclasses.field(default_factory=list)
-    text_recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
+    spike_history: list[list[float]] = dataclasses.field(default_factory=list)
+    text_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     ropes: dict[str, Any] = dataclasses.field(default_factory=dict)
     stage_losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Progress":
-        """The progress that a checkpoint holds, under current or old keys."""
-        values = {OLD_KEYS.get(key, key): value for key, value in dict(saved).items()}
-        # Checkpoints from before this key existed were saved after the evaluation.
-        return cls(**{"evaluated_step": values.get("step", 0), **values})
+        """The progress that a checkpoint of this version, or of the one before, holds."""
+        values = {RENAMED_KEYS.get(key, key): value for key, value in dict(saved).items()}
+        if seconds := values.pop("seconds", None):
+            values["trained_seconds"], values["evaluation_seconds"] = seconds
+        return cls(**values)
 
     def skipped_steps(self, stage: int) -> int:
         """How many steps of a stage's text are skipped."""
@@ -89,7 +91,7 @@ class Progress:
         return not self.health.get("bad_steps")
 
     @property
-    def settled(self) -> bool:
+    def healthy_since_rollback(self) -> bool:
         """Whether a step was taken since the last rollback, or there was none."""
         return self.health.get("rolled_back_to", -1) < 0 or bool(self.health.get("healthy_steps"))
 
@@ -154,10 +156,10 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path, other
     for name, value in now.items():
         if saved.get(name, value) != value:
             was, is_now = _differing(saved[name], value)
-            what = " of the text, the tokenizer or their settings" * name.startswith("data")
+            data = " of the text, the tokenizer or their settings" * name.startswith("data")
             raise ConfigError(
                 f"{path} was written with {name} {was}, and the config now gives {is_now}",
-                fix=f"undo the change{what}, or {otherwise}",
+                fix=f"undo the change{data}, or {otherwise}",
             )
 
 

@@ -42,5 +42,5 @@ def _replay(folder: Path) -> int:
         healthy = "no numbers as large" if bundle.report["times"] else "finite numbers"
         print(f"here:        {bundle.report['module']}: not reproduced ({healthy}): hardware or kernel differs")
         return 1
-    print(f"here:        REPRODUCED: the {event.what} of {event.module} is {event.value} at {list(event.index)}")
+    print(f"here:        REPRODUCED: the {event.quantity} of {event.module} is {event.value} at {list(event.index)}")
     return 0

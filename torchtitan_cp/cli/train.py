@@ -28,8 +28,10 @@ def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
         "--doctor": "say whether context parallelism is safe for the model, at LENGTH tokens; exit code 5: it is not",
     }
     group = parser.add_mutually_exclusive_group()
-    for flag, what in checks.items():
-        group.add_argument(flag, nargs="?", const=0, type=at_least(0), metavar="LENGTH", help=f"train nothing: {what}")
+    for flag, purpose in checks.items():
+        group.add_argument(
+            flag, nargs="?", const=0, type=at_least(0), metavar="LENGTH", help=f"train nothing: {purpose}"
+        )
 
 
 def default_ranks() -> int:

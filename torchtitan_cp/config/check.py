@@ -214,10 +214,10 @@ def check_measured_lengths(config: Config, stage: Stage, where: str, cp: int, tp
     if "short_loss_rise" in stage.until:
         first = config.curriculum.stages[0].seq_len
         wanted[f"{where}.until measures short_loss_rise at {first} tokens, the first stage's"] = first
-    for what, length in wanted.items():
+    for key, length in wanted.items():
         if length % (unit := length_unit(cp, tp)):
             raise ConfigError(
-                f"{what}, which the cp x tp = {cp * tp} ranks of {where} cannot share",
+                f"{key}, which the cp x tp = {cp * tp} ranks of {where} cannot share",
                 fix=f"make that length a multiple of {unit}, or leave it out",
             )
 

@@ -34,13 +34,13 @@ def format_error(config: str, error: Exception) -> str:
     return f"error: {error}" if config in str(error).partition("\n")[0] else f"error: {config}: {error}"
 
 
-def check_utf8(text: str, what: str) -> None:
+def check_utf8(text: str, source: str) -> None:
     """Refuse text with bytes that are not UTF-8, which no TOML, JSON or message between ranks can hold.
 
     Python takes such bytes of a command line or of a file's name for half surrogate pairs.
 
     Args:
-        what: the argument or key, for the message.
+        source: the argument or key, for the message.
 
     Raises:
         ConfigError: naming it.
@@ -49,7 +49,7 @@ def check_utf8(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{what} holds bytes that are not UTF-8: {text!a}",
+            f"{source} holds bytes that are not UTF-8: {text!a}",
             fix="rename the file or folder with characters in UTF-8 (ls -b shows the bytes), or use another one",
         ) from None
 

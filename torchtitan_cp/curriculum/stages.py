@@ -62,12 +62,12 @@ class ResolvedStage(Stage):
     resets_optimizer: bool
 
     @property
-    def rope_recipe(self) -> dict[str, Any] | None:
+    def rope_settings(self) -> dict[str, Any] | None:
         """`rope` as JSON values."""
         return json.loads(json.dumps(dataclasses.asdict(self.rope))) if self.rope else None
 
     @property
-    def text_recipe(self) -> dict[str, Any]:
+    def text_settings(self) -> dict[str, Any]:
         """The settings that decide which text each step of the stage reads, as JSON values."""
         text = {name: getattr(self.data, name) for name in ("mixture", "max_epochs", "packing", "packing_window")}
         if self.data.packing == "best_fit":  # the last window ends with the stage

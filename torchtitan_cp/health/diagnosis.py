@@ -39,8 +39,8 @@ class Event:
         micro_batch: number on this rank, from 0; -1 for a weight.
         direction: forward or backward.
         module: name in the whole model; `loss` is the loss.
-        what: `output`, `input`, `input gradient`, `output gradient`, `parameter NAME` or `gradient of NAME`; a number
-            follows if the module has several.
+        quantity: `output`, `input`, `input gradient`, `output gradient`, `parameter NAME` or `gradient of NAME`; a
+            number follows if the module has several.
         value: nan, inf or -inf, or the absolute value; for a token its id.
         shape: of the tensor on this rank; index: of the value.
     """
@@ -49,7 +49,7 @@ class Event:
     micro_batch: int
     direction: str
     module: str
-    what: str
+    quantity: str
     value: str
     shape: tuple[int, ...]
     index: tuple[int, ...]
@@ -57,7 +57,7 @@ class Event:
     @property
     def location(self) -> tuple[str, str, str]:
         """Direction, module, and which of its tensors."""
-        return self.direction, self.module, self.what
+        return self.direction, self.module, self.quantity
 
     @property
     def culprit_module(self) -> str:
@@ -65,7 +65,7 @@ class Event:
 
         If a bad value enters a module, the module around it made the value between its children.
         """
-        entered = self.what.startswith("input" if self.direction == FORWARD else "output")
+        entered = self.quantity.startswith("input" if self.direction == FORWARD else "output")
         return self.module.rpartition(".")[0] if entered else self.module
 
 
@@ -126,11 +126,13 @@ class ModuleTrace:
             outputs = output if isinstance(output, tuple) else (output,)
             self._observe_all(part, name, "output", outputs, keep=self.keep == (module, self._forwards[part] - 1))
 
-    def _observe_all(self, part: tuple[int, str], name: str, what: str, values: tuple[Any, ...], keep: bool) -> None:
+    def _observe_all(
+        self, part: tuple[int, str], name: str, quantity: str, values: tuple[Any, ...], keep: bool
+    ) -> None:
         number, micro_batch = part[0], self._forwards[part] - 1
         for position, x in enumerate(values):
             if isinstance(x, Tensor) and x.is_floating_point():
-                label = what if position == 0 else f"{what} {position}"
+                label = quantity if position == 0 else f"{quantity} {position}"
                 self._observe(number, micro_batch, FORWARD, name, label, x)
                 if x.requires_grad:
                     x.register_hook(partial(self._observe_gradient, number, micro_batch, name, f"{label} gradient"))
@@ -140,17 +142,19 @@ class ModuleTrace:
     def _keep_gradient(self, position: int, gradient: Tensor) -> None:
         self.output_gradients[position] = gradient.clone()
 
-    def _observe_gradient(self, number: int, micro_batch: int, name: str, what: str, gradient: Tensor) -> None:
+    def _observe_gradient(self, number: int, micro_batch: int, name: str, quantity: str, gradient: Tensor) -> None:
         self._backward_micro_batch = micro_batch
         if gradient is not self._gradient:
             self._gradient = gradient
-            self._observe(number, micro_batch, BACKWARD, name, what, gradient)
-        elif self.observed and what.startswith("input") and self.observed[-1][1].what.startswith("output"):
+            self._observe(number, micro_batch, BACKWARD, name, quantity, gradient)
+        elif self.observed and quantity.startswith("input") and self.observed[-1][1].quantity.startswith("output"):
             # If a tensor is the output of one module and the input of the next, the next one made its gradient.
             value, event = self.observed[-1]
-            self.observed[-1] = (value, replace(event, module=name, what=what))
+            self.observed[-1] = (value, replace(event, module=name, quantity=quantity))
 
-    def _observe(self, number: int, micro_batch: int | None, direction: str, name: str, what: str, x: Tensor) -> None:
+    def _observe(
+        self, number: int, micro_batch: int | None, direction: str, name: str, quantity: str, x: Tensor
+    ) -> None:
         if micro_batch is None:  # the gradient of a weight belongs to the micro-batch that runs backward
             micro_batch = self._backward_micro_batch
         key = (number, micro_batch, direction)
@@ -159,7 +163,7 @@ class ModuleTrace:
         stage = number if direction == FORWARD else -number
         order = (STEP, micro_batch, int(direction == BACKWARD), stage, self._counts[key])
         if largest := largest_value(x):
-            self.observed.append((largest[0], Event(order, micro_batch, direction, name, what, *largest[1:])))
+            self.observed.append((largest[0], Event(order, micro_batch, direction, name, quantity, *largest[1:])))
 
     def growth_over(self, healthy: "ModuleTrace") -> list[tuple[float, Event]]:
         """(growth, event) of each tensor that grew more than all before it, in the order of the step.
@@ -224,12 +228,12 @@ def find_invalid_tokens(batches: Iterable[dict[str, Tensor]], vocabulary: int) -
         vocabulary: V.
     """
     for number, batch in enumerate(batches):
-        for what, ids in batch.items():
-            bad = ((ids < 0) | (ids >= vocabulary)) & ~((ids == IGNORED) & (what == "labels"))
+        for name, ids in batch.items():
+            bad = ((ids < 0) | (ids >= vocabulary)) & ~((ids == IGNORED) & (name == "labels"))
             if bad.any():
                 index = tuple(bad.nonzero()[0].tolist())
                 value = str(int(ids[index]))
-                return Event((DATA, number), number, FORWARD, "data", what, value, tuple(ids.shape), index)
+                return Event((DATA, number), number, FORWARD, "data", name, value, tuple(ids.shape), index)
     return None
 
 
@@ -332,12 +336,12 @@ class Diagnoser:
         repeated = "; it comes again when the step is repeated" + " without torch.compile" * self.compiled
         if origin is None and reproduces:
             finite = "every number that enters or leaves a module is finite"
-            what = finite if report.findings else "no module's numbers stand out, so look at its text"
-            return Diagnosis(what + repeated, True)
+            verdict = finite if report.findings else "no module's numbers stand out, so look at its text"
+            return Diagnosis(verdict + repeated, True)
         if origin is None:
-            what = "is finite" if report.findings else "has no spike"
+            verdict = "is finite" if report.findings else "has no spike"
             compiler = ", or torch.compile, which the repeat runs without" * self.compiled
-            return Diagnosis(f"repeated, the step {what}: a hardware fault, or a race{compiler}", False)
+            return Diagnosis(f"repeated, the step {verdict}: a hardware fault, or a race{compiler}", False)
         growth, culprit, ranks = origin
         token = [self._locate(culprit, micro_batches) if dist.get_rank() == ranks[0] else {}]
         dist.broadcast_object_list(token, ranks[0])
@@ -352,7 +356,7 @@ class Diagnoser:
 
     def _locate(self, event: Event, micro_batches: Sequence[Any]) -> dict[str, int]:
         """The token that a bad value belongs to; empty for a weight or its gradient."""
-        if event.order[0] == WEIGHT or "of" in event.what.split():
+        if event.order[0] == WEIGHT or "of" in event.quantity.split():
             return {}
         batch = micro_batches[event.micro_batch]
         rows, tokens = batch.tokens.shape
@@ -379,16 +383,16 @@ class Diagnoser:
 def _describe_culprit(event: Event, ranks: list[int], token: dict[str, int], times: float) -> str:
     on = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
     if event.order[0] == WEIGHT:
-        return f"the {event.what} of {event.module} is {event.value} on {on} at {list(event.index)} of its shard"
+        return f"the {event.quantity} of {event.module} is {event.value} on {on} at {list(event.index)} of its shard"
     if event.order[0] == DATA:
-        what = f"one of the {event.what} is {event.value}, which is not in the vocabulary, on {on}"
+        origin = f"one of the {event.quantity} is {event.value}, which is not in the vocabulary, on {on}"
     else:
-        what = f"it begins on {on} in {event.direction}: the {event.what} of {event.module} is {event.value}"
-        what += f", {times:.3g} times its value in a healthy step" if times else ""
-    what += f", micro-batch {event.micro_batch}"
+        origin = f"it begins on {on} in {event.direction}: the {event.quantity} of {event.module} is {event.value}"
+        origin += f", {times:.3g} times its value in a healthy step" if times else ""
+    origin += f", micro-batch {event.micro_batch}"
     if token:
-        what += (
+        origin += (
             f", at token {token['global_token']} of sequence {token['sequence']} "
             f"(local token {token['local_token']} of row {token['row']}, document {token['document']})"
         )
-    return what
+    return origin

@@ -55,8 +55,8 @@ class StepReport:
     @property
     def summary(self) -> str:
         """Why the step is bad."""
-        what = "is not finite" if self.findings else "has spiked"
-        return f"{what}: {'; '.join(self.findings or self.spikes)}"
+        verdict = "is not finite" if self.findings else "has spiked"
+        return f"{verdict}: {'; '.join(self.findings or self.spikes)}"
 
 
 class HealthMonitor:

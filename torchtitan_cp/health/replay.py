@@ -242,7 +242,8 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
             torch.autograd.backward([outputs[position] for position in gradients], list(gradients.values()))
     if not report["times"]:
         return next((event for value, event in trace.observed if math.isinf(value)), None)
-    spike = Event(**report["culprit"])
+    # Bundles of the version before this one call the quantity `what`.
+    spike = Event(**{"quantity" if name == "what" else name: value for name, value in report["culprit"].items()})
     least = MIN_FRACTION * float(spike.value)
     return next((event for value, event in trace.observed if value >= least and event.location == spike.location), None)
 

@@ -216,7 +216,7 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
         "elementwise kernels": moved * (3 + recomputed),
         "context-parallel messages": cp_forward + cp_backward,
         "tensor-parallel messages": tp_forward + tp_backward,
-        "expert-parallel messages": planned.dispatch_passes * trade,
+        "expert-parallel messages": planned.expert_sends_per_micro_batch * trade,
         "FSDP messages": _fsdp_exposed(planned, busy_forward, busy_backward),
         "offload messages": _offload_exposed(planned, busy_forward, busy_backward),
     }
@@ -247,14 +247,15 @@ def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> flo
 def _fsdp_seconds(planned: PlannedStage, parameters: float) -> tuple[float, float, float]:
     """Time to gather parameters, to reduce their gradients, and to reduce those of a step's last micro-batch.
 
-    The gradients of the last micro-batch, or of all if `replicas_sum_once` is false, are also summed over replicas.
+    The gradients of the last micro-batch, or of all if `sync_replicas_once_per_step` is false, are also summed
+    over replicas.
     """
     degrees, collective_seconds = planned.degrees, planned.cluster.collective_seconds
     gather = collective_seconds(parameters * planned.element_bytes, degrees.fsdp, degrees.tp)
     reduce = collective_seconds(parameters * planned.reduce_bytes, degrees.fsdp, degrees.tp)
     shard = parameters * planned.reduce_bytes / degrees.fsdp
     last = reduce + 2 * collective_seconds(shard, degrees.dp_replicate, degrees.tp * degrees.fsdp)
-    return gather, reduce if planned.config.replicas_sum_once else last, last
+    return gather, reduce if planned.config.sync_replicas_once_per_step else last, last
 
 
 def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> float:

@@ -103,7 +103,7 @@ class PlannedStage:
         return self.tokens / self.degrees.tp * self.args.experts_per_token * self.args.dim * self.element_bytes
 
     @cached_property
-    def dispatch_passes(self) -> float:
+    def expert_sends_per_micro_batch(self) -> float:
         """How often a micro-batch sends such rows: to experts and back, forward, backward and in recomputation."""
         mode, tiles = self.config.activation.checkpoint, self.config.activation.mlp_tiles
         # A recomputed block does not need the result of its last tile.
@@ -114,7 +114,7 @@ class PlannedStage:
     def dispatch_bytes(self) -> float:
         """Bytes of all-to-alls in a step, on the rank with most layers, including what stays on the rank."""
         layers = max(pp_rank.layers for pp_rank in self.ranks)
-        return layers * self.stage.micro_batches * self.dispatch_passes * self.sent_to_experts
+        return layers * self.stage.micro_batches * self.expert_sends_per_micro_batch * self.sent_to_experts
 
     @cached_property
     def ranks(self) -> tuple[PlannedRank, ...]:

@@ -56,7 +56,7 @@ EXPORT_SECONDS, EXIT_SECONDS = 86_400.0, 300.0
 CONNECT_SECONDS = 5.0
 POLL_SECONDS = 1.0
 LOCALHOST = "localhost:0"
-RANK_0, NODES = "nodes with rank 0", "nodes"  # whose ranks have finished, in the job's store
+RANK_0_DONE_KEY, NODES_DONE_KEY = "nodes with rank 0", "nodes"  # whose ranks have finished, in the job's store
 RESUMES = "the same command resumes from the last checkpoint"
 
 
@@ -122,7 +122,7 @@ class NodeAgent(LocalElasticAgent):
             result.state == WorkerState.HEALTHY
             and spec.rdzv_handler.is_closed()
             # A node whose ranks have finished is left out: a stop signal ended its wait for the others.
-            and ask(partial(self._store.check, [NODES]), EXIT_SECONDS) != [True]
+            and ask(partial(self._store.check, [NODES_DONE_KEY]), EXIT_SECONDS) != [True]
         )
         if ended_elsewhere:
             time.sleep(NOTE_SECONDS)
@@ -138,8 +138,10 @@ class NodeAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Wait for the other nodes, as this one may hold the job's store. torch's own barrier blocks signals."""
         store, group, self.ranks = self._store, self._worker_group, {}  # without ranks a signal ends the job at once
-        limits = {RANK_0: (1, EXPORT_SECONDS), NODES: (group.group_world_size, EXIT_SECONDS)}
-        if not ask(lambda: [store.add(key, key == NODES or group.group_rank == 0) for key in limits], EXIT_SECONDS):
+        limits = {RANK_0_DONE_KEY: (1, EXPORT_SECONDS), NODES_DONE_KEY: (group.group_world_size, EXIT_SECONDS)}
+        if not ask(
+            lambda: [store.add(key, key == NODES_DONE_KEY or group.group_rank == 0) for key in limits], EXIT_SECONDS
+        ):
             return
         for key, (nodes, seconds) in limits.items():
             deadline = time.monotonic() + seconds
@@ -249,7 +251,7 @@ def _join(meeting: RendezvousParameters, stopping: threading.Event) -> Any:
         ConfigError: the endpoint is another job's, or cannot be reached from other nodes.
         RendezvousConnectionError: node 0 did not answer in the time to join; the cause says why.
     """
-    seconds, folder, told = meeting.get("join_timeout", 0), meeting.get("folder"), ""
+    seconds, folder, last_reason = meeting.get("join_timeout", 0), meeting.get("folder"), ""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -260,9 +262,9 @@ def _join(meeting: RendezvousParameters, stopping: threading.Event) -> Any:
         except (RendezvousConnectionError, OSError) as error:
             if time.monotonic() > deadline:
                 raise RendezvousConnectionError from error.__cause__ or error
-            if (reason := _reason(error)) != told:
+            if (reason := _reason(error)) != last_reason:
                 print(f"no answer at {meeting.endpoint} yet ({reason}); trying for {seconds} s", file=sys.stderr)
-            told = reason
+            last_reason = reason
         time.sleep(POLL_SECONDS)
 
     def call(method: str, *arguments: Any) -> Any:

@@ -1,6 +1,5 @@
 """One job at a time on a run's folder, which all its nodes share."""
 
-import fcntl
 import logging
 import os
 import socket
@@ -8,18 +7,17 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 import torch.distributed as dist
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.check import LOCK_FILE, check_dump_folder
-from torchtitan_cp.runtime.nodes import hosts_without
+from torchtitan_cp.config.file_lock import lock_file
+from torchtitan_cp.runtime.nodes import nodes_not_sharing
 
 logger = logging.getLogger(__name__)
 
 LOST_SECONDS = 150.0  # NFS keeps the lock of a lost node for 90 s, while the job may start again on other nodes
-SHARED_SECONDS = 10.0  # see hosts_without
 
 
 @contextmanager
@@ -39,7 +37,7 @@ def run_dir_lock(folder: str | Path) -> Iterator[None]:
         dist.broadcast_object_list(refused)
         if refused[0]:
             raise refused[0]
-        if others := ", ".join(sorted({*hosts_without(Path(folder), SHARED_SECONDS)} - {""})):
+        if others := ", ".join(sorted({*nodes_not_sharing(Path(folder))} - {""})):
             raise ConfigError(
                 f"job.dump_folder = {str(folder)!r} is not shared: on {others} it is another folder than on rank 0's "
                 "node",
@@ -53,8 +51,9 @@ def _lock(folder: Path, stack: ExitStack) -> None:
     check_dump_folder(str(folder))
     file = stack.enter_context((folder / LOCK_FILE).open("a+"))
     several_nodes = dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    deadline, waiting = time.monotonic() + LOST_SECONDS * several_nodes, False
-    while not _try_lock(file):
+    deadline = time.monotonic() + LOST_SECONDS * several_nodes
+
+    def while_locked(attempt: int) -> None:
         file.seek(0)
         holder = file.readline().strip() or "pid unknown"
         if time.monotonic() >= deadline:
@@ -62,21 +61,13 @@ def _lock(folder: Path, stack: ExitStack) -> None:
                 f"another job is training in job.dump_folder = {str(folder)!r} ({holder})",
                 fix="wait for it or end it, or give this run a folder of its own: --job.dump_folder=...",
             )
-        if not waiting:
+        if attempt == 0:
             logger.warning("%s is locked (%s); waiting %.0f s for it", file.name, holder, LOST_SECONDS)
-        waiting = True
-        time.sleep(1.0)
+
+    try:
+        lock_file(file, 1.0, while_locked)
+    except OSError as error:
+        logger.warning("%s: this file system has no locks (%s); run only one job on it", file.name, error.strerror)
     with suppress(OSError):  # a disk that was filled since the check above
         file.truncate(0)
         os.write(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-
-
-def _try_lock(file: TextIO) -> bool:
-    """Lock a file if no other process has locked it. Returns False if one has."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        logger.warning("%s: this file system has no locks (%s); run only one job on it", file.name, error.strerror)
-    return True

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 NOTICE_SECONDS, STOP_SECONDS = 60.0, 10.0
+SHARED_SECONDS = 10.0  # in which a network file system shows a node what another has written
 
 
 def node_name() -> str:
@@ -88,23 +89,20 @@ def ask(question: Callable[[], Any], seconds: float, stopping: threading.Event |
 
     thread = threading.Thread(target=ask_store, daemon=True)
     thread.start()
-    begun, told, waited = time.monotonic(), False, 0.0
+    begun, notice_printed, waited = time.monotonic(), False, 0.0
     while thread.is_alive() and waited < seconds and not (stopping and stopping.is_set() and waited > STOP_SECONDS):
-        if waited > NOTICE_SECONDS and not told:
+        if waited > NOTICE_SECONDS and not notice_printed:
             print(
                 f"node 0 has not answered for {NOTICE_SECONDS:g} s; waiting up to {seconds:g} s for it", file=sys.stderr
             )
-            told = True
+            notice_printed = True
         thread.join(min(0.2, seconds - waited))
         waited = time.monotonic() - begun
     return answers
 
 
-def hosts_without(folder: Path, seconds: float) -> list[str]:
+def nodes_not_sharing(folder: Path) -> list[str]:
     """Which nodes have another folder of this name than rank 0. Collective.
-
-    Args:
-        seconds: in which a network file system shows a node what another has written.
 
     Returns:
         by rank, its host if it is the first of such a node; otherwise an empty text.
@@ -115,7 +113,7 @@ def hosts_without(folder: Path, seconds: float) -> list[str]:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name[0]).touch()
     dist.broadcast_object_list(name)
-    probe, deadline = folder / name[0], time.monotonic() + seconds
+    probe, deadline = folder / name[0], time.monotonic() + SHARED_SECONDS
     found = rank == 0 or not is_first_of_node()
     while not found and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -63,7 +63,7 @@ class LostRankError(RuntimeError):
 class Activity(NamedTuple):
     """What the main thread does, as `set_activity` takes it; `since` is time.monotonic() at its start."""
 
-    what: str
+    activity: str
     step: int
     limit_seconds: float
     since: float
@@ -73,14 +73,14 @@ class Beat(NamedTuple):
     """The last message of a rank to the others. It does not change while the rank is silent.
 
     Attributes:
-        activity_seconds: time since `what` began.
+        activity_seconds: time since it began.
         place: innermost line of this package in the main thread.
         node: see `node_name`.
     """
 
     host: str
     pid: int
-    what: str
+    activity: str
     step: int
     activity_seconds: float
     place: str
@@ -93,22 +93,23 @@ class Beat(NamedTuple):
 
     def __str__(self) -> str:
         step = f"step {self.step}" if self.step else "before its first step"
-        return f"on {self.host}, pid {self.pid}: {step}, {self.what} for {self.activity_seconds:.0f} s, at {self.place}"
+        seconds = f"{self.activity_seconds:.0f} s"
+        return f"on {self.host}, pid {self.pid}: {step}, {self.activity} for {seconds}, at {self.place}"
 
 
 _now = Activity("starting", 0, float("inf"), time.monotonic())
 
 
-def set_activity(what: str, step: int, limit_seconds: float) -> None:
+def set_activity(activity: str, step: int, limit_seconds: float) -> None:
     """Set what this rank does from now on.
 
     Args:
-        what: words that fit after "rank 3 is", e.g. "waiting for its batch".
+        activity: words that fit after "rank 3 is", e.g. "waiting for its batch".
         step: optimizer step it belongs to, from 1; 0 before the first.
         limit_seconds: the job ends when it takes longer.
     """
     global _now
-    _now = Activity(what, step, limit_seconds, time.monotonic())
+    _now = Activity(activity, step, limit_seconds, time.monotonic())
 
 
 class Watchdog:
@@ -191,7 +192,7 @@ class Watchdog:
 
     def _end(self, reason: str, activity: Activity) -> None:
         """Report, and end this process at once, whatever its other threads do."""
-        self.report(f"{reason}: rank {self.rank} was {activity.what}; the job is ended")
+        self.report(f"{reason}: rank {self.rank} was {activity.activity}; the job is ended")
         sys.stderr.flush()
         os._exit(LOST_RANK)
 
@@ -222,7 +223,7 @@ class Watchdog:
         """Tell the others what this rank does now, and listen to the next one."""
         activity, place = _now, _place(sys._current_frames().get(self._main))
         seconds = time.monotonic() - activity.since
-        beat = Beat(socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place, node_name())
+        beat = Beat(socket.gethostname(), os.getpid(), activity.activity, activity.step, seconds, place, node_name())
         self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(beat)), None, answer_seconds)
         self._known = {**self._known, **self._read({STORE_HOST, self._next}, answer_seconds), self.rank: beat}
 
@@ -288,7 +289,7 @@ def describe(beats: dict[int, Beat], silent: dict[int, float]) -> str:
         waiting = sorted(beats.keys() - silent)[:1]
         lines += [f"rank {rank} waits for the others {_last(beats, rank)}" for rank in waiting]
     else:
-        states = {rank: (beat.step, beat.what) for rank, beat in beats.items()}
+        states = {rank: (beat.step, beat.activity) for rank, beat in beats.items()}
         common = max(set(states.values()), key=list(states.values()).count)
         behind = [rank for rank, state in states.items() if state != common] or list(beats)
         lines = [f"rank {rank} hangs {_last(beats, rank)}" for rank in behind]
@@ -326,7 +327,7 @@ def dump_flight_recorder(folder: Path, rank: int) -> None:
 
 
 @contextmanager
-def name_lost_ranks(watch: Watchdog | None = None) -> Iterator[None]:
+def report_lost_ranks(watch: Watchdog | None = None) -> Iterator[None]:
     """Turn a transport error into one message, and give the launcher time to see which rank died first.
 
     Args:

@@ -26,11 +26,10 @@ from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_c
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.runtime.consistency import check_agreement
-from torchtitan_cp.runtime.nodes import hosts_without, is_first_of_node, node_name
+from torchtitan_cp.runtime.nodes import is_first_of_node, node_name, nodes_not_sharing
 from torchtitan_cp.training.registry import start_folder
 
 POLL_SECONDS = 0.5
-SHARED_SECONDS = 5.0  # see hosts_without
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
@@ -82,7 +81,7 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
             seconds = min(2 * seconds, POLL_SECONDS)
 
     cache_folder = Path(os.path.expanduser(config.data.cache_folder))
-    has_own_folder = bool(hosts_without(cache_folder, SHARED_SECONDS)[dist.get_rank()])
+    has_own_folder = bool(nodes_not_sharing(cache_folder)[dist.get_rank()])
     if dist.get_rank() == 0 or has_own_folder:
         try:
             start = start_folder(config.model)

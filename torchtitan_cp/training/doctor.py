@@ -93,11 +93,11 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     def one_process(plans: Any = None) -> ModelRun:
         attention = LayerAttention() if plans else PlainAttention()
         model = parity.single_model(trainer, stage, weights, attention, torch.float32)
-        own_attention = nullcontext if plans else getattr(model, "own_attention", nullcontext)
+        native_attention = nullcontext if plans else getattr(model, "native_attention", nullcontext)
 
         def step(changed: int | None) -> float:
             samples.changed = changed
-            with own_attention(documents):
+            with native_attention(documents):
                 return parity.single_loss(trainer, layout, model, attention, plans)
 
         return ModelRun(model, step, lambda: parity.gradients_of(model), peak)
@@ -107,12 +107,12 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         ranks = ModelRun(trainer.model.parts[0], step, lambda: parity.gather(trainer, lambda p: p.grad), peak)
         report = examine(plans[0], ranks, lambda: (one_process(), one_process(plans_of_one)), 1, [*range(world.size)])
     if world.rank == 0:
-        if look := getattr(trainer.model.args, "look", None):
-            rotaries = " and ".join(f"{dims} dims of a head by {name}" for name, dims in look.rotaries.items())
-            routers, softcap = len(look.routers) or "no", f"{look.logit_softcap:g}" if look.logit_softcap else "none"
+        if probe := getattr(trainer.model.args, "probe", None):
+            rotaries = " and ".join(f"{dims} dims of a head by {name}" for name, dims in probe.rotaries.items())
+            routers, softcap = len(probe.routers) or "no", f"{probe.logit_softcap:g}" if probe.logit_softcap else "none"
             print(
-                f"{look.model_class}: {len(look.layers)} layers; rotary embeddings turn {rotaries or 'nothing'}; "
-                f"{routers} routers of experts; logits x {look.logit_scale:g}, soft cap {softcap}"
+                f"{probe.model_class}: {len(probe.layers)} layers; rotary embeddings turn {rotaries or 'nothing'}; "
+                f"{routers} routers of experts; logits x {probe.logit_scale:g}, soft cap {softcap}"
             )
         print(report.text)
     return not report.fault

@@ -207,11 +207,11 @@ class Evaluator:
         """Whether there is time for this many tokens, by rank 0's clock. Collective."""
         return any_rank(dist.get_rank() == 0 and self.budget.affords(tokens), device=self.model.device)[0]
 
-    def _is_due(self, what: str, for_gate: bool = False, *, tokens: int) -> bool:
+    def _is_due(self, measure: str, for_gate: bool = False, *, tokens: int) -> bool:
         """Whether the gate needs a measurement or there is time for its tokens; if not, note that. Collective."""
         due = for_gate or self._affords(tokens)
         if not due:
-            self.left_out.append(f"{what} (evaluation.max_share)")
+            self.left_out.append(f"{measure} (evaluation.max_share)")
         return due
 
     # Losses --------------------------------------------------------------------------------------------------
@@ -273,18 +273,18 @@ class Evaluator:
         self, stage: ResolvedStage, batch_layout: BatchLayout, progress: Progress, at_end: bool
     ) -> float | None:
         """The fraction by which the loss at the first stage's length rose; None if it is not measured."""
-        first, what = self.stages[0], "the loss at the first stage's length"
+        first, measure = self.stages[0], "the loss at the first stage's length"
         before, tokens = progress.short_loss, progress.short_tokens or self.settings.tokens
         # A stage with a gate may end with any evaluation.
         if not (stage.index and (at_end or stage.until)):
             return None
         if not before or math.isnan(before):
-            self.left_out.append(f"{what}, which was not measured at that stage's end")
+            self.left_out.append(f"{measure}, which was not measured at that stage's end")
             return None
         if first.seq_len % length_unit(stage.cp, stage.tp):
-            self.left_out.append(f"{what}, which cp x tp = {stage.cp * stage.tp} ranks cannot share")
+            self.left_out.append(f"{measure}, which cp x tp = {stage.cp * stage.tp} ranks cannot share")
             return None
-        if not self._is_due(what, "short_loss_rise" in stage.until, tokens=max(tokens, first.seq_len)):
+        if not self._is_due(measure, "short_loss_rise" in stage.until, tokens=max(tokens, first.seq_len)):
             return None
         layout, weights = resized(batch_layout, first.seq_len), self._common_weights()
         now = self.held_out_losses(layout, first, tokens=tokens, weights=weights)

@@ -159,7 +159,7 @@ class ParallelModel:
         for number in self.layers.of_rank(mesh.get_local_rank()):
             part = registry.empty_model(config.model, args, self.attend)
             whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
-            part.keep(*self.layers.layers[number])
+            part.keep_layers(*self.layers.layers[number])
             parallelize(part, meshes, sharding, run.config_of(stage))
             dispatch_experts(part, self.routing, experts[0].get_group() if experts else None)
             self.parts.append(part)
@@ -250,7 +250,7 @@ class ParallelModel:
         else:
             for number, batch in enumerate(micro_batches, 1):
                 # Every FSDP group has gradients in the last micro-batch too, so none keeps a sum for the next step.
-                if self.meshes.degrees.dp_replicate > 1 and self.config.replicas_sum_once:
+                if self.meshes.degrees.dp_replicate > 1 and self.config.sync_replicas_once_per_step:
                     self.parts[0].set_requires_all_reduce(number == len(micro_batches))  # type: ignore[operator]
                 with self.watches["forward"].running():
                     loss = train_part(self.parts[0], None, batch)
@@ -375,7 +375,7 @@ class ParallelModel:
             groups[numbers.get(parameter, -1)].append(parameter)
         return groups
 
-    def shares_batch_with(self, rank: int) -> bool:
+    def reads_same_batch_as(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
         return self.meshes.coordinate(rank, self.cp)[1:] == self.coordinate[1:]
 

@@ -35,7 +35,7 @@ from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import LayerAttention, ParallelModel, cast_parameters, set_rope
 from torchtitan_cp.training.plain_attention import PlainAttention
-from torchtitan_cp.training.resolve import exact_config
+from torchtitan_cp.training.resolve import without_lossy_options
 from torchtitan_cp.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ class Row:
     """One compared quantity.
 
     Attributes:
-        what: the loss, or the attention output or gradients of a part of the model.
+        quantity: the loss, or the attention output or gradients of a part of the model.
         difference: relative L2 difference from one rank in fp32.
         largest: the largest difference over the largest value.
         allowed: the largest `difference` that still counts as parity.
     """
 
-    what: str
+    quantity: str
     difference: float
     largest: float
     allowed: float
@@ -99,7 +99,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     Raises:
         ConfigError: the unsharded model does not fit on one rank.
     """
-    config = exact_config(config)
+    config = without_lossy_options(config)
     trainer = Trainer(config, world, trains=False)
     first_of_kind = {_kind(stage): stage for stage in reversed(trainer.stages)}
     comparisons = []
@@ -341,11 +341,11 @@ def _rows(parallel: Values, exact: Values, rounded: Values, dtype: torch.dtype) 
         exact, rounded: one rank's results in fp32 and in the run's dtype.
     """
     min_allowed = FP32_TOLERANCE if dtype == torch.float32 else BF16_FLOOR
-    for what, value in exact.items():
-        expected, found = value.double(), parallel.get(what, torch.full_like(value, torch.nan)).double()
-        allowed = max(BF16_ALLOWANCE * difference(rounded[what].double(), expected), min_allowed)
+    for quantity, value in exact.items():
+        expected, found = value.double(), parallel.get(quantity, torch.full_like(value, torch.nan)).double()
+        allowed = max(BF16_ALLOWANCE * difference(rounded[quantity].double(), expected), min_allowed)
         largest = ((found - expected).abs().max() / expected.abs().max()).item()
-        yield Row(what, difference(found, expected), largest, allowed)
+        yield Row(quantity, difference(found, expected), largest, allowed)
 
 
 def check_fits(trainer: Trainer, length: int = 0) -> None:
@@ -378,11 +378,11 @@ def _print(comparisons: list[Comparison], dtype: str, ranks: int) -> None:
         table = Table("compared", *numbers, title=title, title_justify="left")
         for row in comparison.rows:
             verdict = "ok" if row.holds else "APART"
-            table.add_row(row.what, f"{row.difference:.1e}", f"{row.largest:.1e}", f"{row.allowed:.1e}", verdict)
+            table.add_row(row.quantity, f"{row.difference:.1e}", f"{row.largest:.1e}", f"{row.allowed:.1e}", verdict)
         console.print(table)
         console.print(
             f"peak memory of the step: {comparison.parallel_peak_bytes / 2**20:,.0f} MiB a rank, "
             f"{comparison.single_peak_bytes / 2**20:,.0f} MiB on one rank (beyond what was held before it)\n"
         )
-    broken = [f"{c.layout}: {row.what}" for c in comparisons for row in c.rows if not row.holds]
+    broken = [f"{c.layout}: {row.quantity}" for c in comparisons for row in c.rows if not row.holds]
     console.print("parity holds" if not broken else f"PARITY BROKEN, first at {broken[0]} ({len(broken)} in all)")

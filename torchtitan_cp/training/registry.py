@@ -74,7 +74,7 @@ def check_model(config: Config, stages: Iterable[ResolvedStage], args: ModelArgs
     """
     for stage in stages:
         _check_lacks(config, stage)
-        reason = args.never_compiled_and_recomputed
+        reason = args.compile_checkpoint_conflict
         if config.compile.enable and stage.activation.checkpoint != "none" and reason:
             raise ConfigError(
                 f"compile.enable and activation.checkpoint = {stage.activation.checkpoint!r} exclude each other here: "
@@ -104,18 +104,18 @@ def check_model(config: Config, stages: Iterable[ResolvedStage], args: ModelArgs
             )
 
 
-def check_length(args: ModelArgs, what: str, tokens: int) -> None:
+def check_length(args: ModelArgs, key: str, tokens: int) -> None:
     """Refuse sequences longer than the model's table of learned positions.
 
     Args:
-        what: the key or thing that gives the length, for the message.
+        key: the key or thing that gives the length, for the message.
 
     Raises:
         ConfigError: the table is shorter.
     """
     if 0 < args.longest < tokens:
         raise ConfigError(
-            f"{what} = {tokens} is longer than this model's table of {args.longest} learned positions",
+            f"{key} = {tokens} is longer than this model's table of {args.longest} learned positions",
             fix=f"give at most {args.longest}, take a model with a rotary embedding, or train fresh weights with "
             f"model.overrides = {{max_position_embeddings = {tokens}}}",
         )

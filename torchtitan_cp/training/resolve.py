@@ -180,7 +180,7 @@ def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
     return replace(data, max_document=limit(data), sources=sources)
 
 
-def exact_config(config: Config) -> Config:
+def without_lossy_options(config: Config) -> Config:
     """The config without features that round or drop numbers on purpose, so that ranks equal one process."""
     return config.with_keys(
         training={"float8": "none", "reduce_dtype": "float32"},
@@ -195,7 +195,7 @@ def doctor_config(config: Config, ranks: int) -> Config:
     stage = replace(last, cp=None, tp=None, pp=None, lr=None, until={}, tokens=0, steps=1)
     ep = math.gcd(config.parallel.ep, ranks)
     ones = dict.fromkeys(("pp", "tp", "dp_replicate", "dp_shard"), 1)
-    return exact_config(config).with_keys(
+    return without_lossy_options(config).with_keys(
         curriculum={"stages": (stage,)},
         parallel={**ones, "cp": ranks, "ep": ep, "async_tp": False},
         training={"compute_dtype": "float32", "micro_batch_sequences": 1},

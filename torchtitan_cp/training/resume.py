@@ -124,13 +124,13 @@ def resume(
     if progress.stage_step > stage.steps:
         warn(f"{number} has taken {progress.stage_step} steps and the config gives it {stage.steps}: it ends here")
     if progress.stage_step and not is_stage_trained(progress, stages):
-        rope, new_rope = progress.ropes.get(str(stage.index), stage.rope_recipe), stage.rope_recipe
+        rope, new_rope = progress.ropes.get(str(stage.index), stage.rope_settings), stage.rope_settings
         if rope != new_rope:
             changed = [f"{rope or MODEL_ROPE} -> {new_rope or MODEL_ROPE}"]
             if rope and new_rope:
                 changed = _changes(rope, new_rope)
             warn(f"{number} goes on with another rope: {', '.join(changed)}")
-        if changed := _changes(progress.text_recipe, stage.text_recipe):
+        if changed := _changes(progress.text_settings, stage.text_settings):
             changes = ", ".join(changed)
             warn(f"{number} reads its text differently from here on, and may skip some or read some twice: {changes}")
     if model.world.rank == 0:

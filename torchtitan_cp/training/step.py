@@ -48,13 +48,13 @@ class StepRunner:
         self.healthy_batches: tuple[MicroBatch, ...] = ()
         self.seed_key = 0, 0  # (stage, its step): seeds the random numbers of the last step
 
-    def start_stage(self, recent: list[list[float]]) -> None:
+    def start_stage(self, spike_history: list[list[float]]) -> None:
         """Forget the last steps.
 
         Args:
-            recent: numbers of healthy steps to find spikes with; see health.monitor.SpikeDetector.
+            spike_history: numbers of healthy steps to find spikes with; see health.monitor.SpikeDetector.
         """
-        self.monitor.spikes.recent, self.healthy_batches = recent, ()
+        self.monitor.spikes.recent, self.healthy_batches = spike_history, ()
 
     def compute_gradients(self, progress: Progress, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
         """Forward and backward of the step that follows `progress`, and its report over all ranks."""

@@ -16,7 +16,7 @@ from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.curriculum import ResolvedStage, judge
-from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, batch_facts
+from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, batch_signature
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
 from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
@@ -136,9 +136,9 @@ class Trainer:
     def _set_progress(self, **changes: Any) -> None:
         self.progress = dataclasses.replace(self.progress, **changes)
 
-    def _set_activity(self, what: str, *, step: int | None = None) -> None:
+    def _set_activity(self, activity: str, *, step: int | None = None) -> None:
         """Tell the watchdog what this rank does now, and for which step (by default the last one taken)."""
-        set_activity(what, self.progress.step if step is None else step, self.watchdog_timeout_seconds)
+        set_activity(activity, self.progress.step if step is None else step, self.watchdog_timeout_seconds)
 
     # The run -----------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Trainer:
             self._set_activity("connecting to the other ranks over gloo, for saves")
             self.checkpoints.connect()
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
-        self.step_runner.start_stage(self.progress.recent)
+        self.step_runner.start_stage(self.progress.spike_history)
         self.recorder = RunRecorder(self.model, self.data_pipeline, self.metrics_logger)
         self.recorder.start(steps_done)
         try:
@@ -180,7 +180,8 @@ class Trainer:
     def resume(self) -> None:
         """Load the newest checkpoint, or the weights to start from. Collective."""
         self.progress = resume.resume(self.saved, self.progress, self.stages, self.model, self.checkpoints)
-        self.evaluator.budget.trained_seconds, self.evaluator.budget.evaluation_seconds = self.progress.seconds
+        self.evaluator.budget.trained_seconds = self.progress.trained_seconds
+        self.evaluator.budget.evaluation_seconds = self.progress.evaluation_seconds
         if not self.finished:
             self.data_pipeline.check_epochs(self.stages, self.progress)
 
@@ -213,10 +214,10 @@ class Trainer:
         self._set_activity(f"entering stage {stage.index + 1}", step=self.progress.step + 1)
         batch_layout = self.enter_stage(stage)
         steps_left = 0 if self._is_trained() else stage.steps - self.progress.stage_step
-        ropes = self.progress.ropes | {str(stage.index): stage.rope_recipe}
+        ropes = self.progress.ropes | {str(stage.index): stage.rope_settings}
         # A finished stage that the config has lengthened since then has steps left, and will read more tokens.
         read_tokens = {} if steps_left else self.progress.read_tokens
-        self._set_progress(text_recipe=stage.text_recipe, ropes=ropes, read_tokens=read_tokens)
+        self._set_progress(text_settings=stage.text_settings, ropes=ropes, read_tokens=read_tokens)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self.model.reset_optimizers()
         # Without steps left the last step's batch is read again, since a batch is needed to announce the stage.
@@ -224,7 +225,7 @@ class Trainer:
         pin = self.device.device.type == "cuda"
         batches = self.data_pipeline.steps(first_step, max(1, steps_left), batch_layout, pin=pin)
         first_batches = next(batches)
-        check_agreement(f"stage {stage.index + 1}", batch_facts(batch_layout, first_batches))
+        check_agreement(f"stage {stage.index + 1}", batch_signature(batch_layout, first_batches))
         if self.announced_stage != stage.index:
             self.announced_stage = stage.index
             self.recorder.start_stage(stage, self.progress, first_batches[0], time.perf_counter() - begun)
@@ -305,7 +306,7 @@ class Trainer:
         else:
             self._recover(stage, report, micro_batches)
         health = dataclasses.asdict(self.recovery_policy.state)
-        self._set_progress(health=health, recent=self.step_runner.monitor.spikes.recent)
+        self._set_progress(health=health, spike_history=self.step_runner.monitor.spikes.recent)
         seconds = time.perf_counter() - begun
         self.evaluator.budget.trained_seconds += seconds
         self.recorder.record_step(
@@ -372,7 +373,7 @@ class Trainer:
             path, saved = checkpoint
             self.checkpoints.load(path, self.model.parts, self.model.optimizers)
             self.progress = self.progress.after_rollback(saved)
-            self.step_runner.start_stage(saved.recent)
+            self.step_runner.start_stage(saved.spike_history)
             self.save_requested = True  # so that a resumed run skips the same text
         self.metrics_logger.warn(message, self.progress.step)
 
@@ -433,7 +434,8 @@ class Trainer:
             if self.world.rank == 0:
                 logger.error("NO CHECKPOINT of step %d: a weight is not finite", self.progress.step)
             return
-        self._set_progress(seconds=[self.evaluator.budget.trained_seconds, self.evaluator.budget.evaluation_seconds])
+        budget = self.evaluator.budget
+        self._set_progress(trained_seconds=budget.trained_seconds, evaluation_seconds=budget.evaluation_seconds)
         self.checkpoints.save(self.progress, self.model.parts, self.model.optimizers, stage_end=stage_end)
 
     def _save_the_last(self) -> None:

@@ -181,7 +181,7 @@ def faults_of(layout: str) -> dict[int, Inject]:
 def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
     """The diagnosis names the module and rank of the fault."""
     culprit = found["culprit"]
-    named = (culprit["module"], culprit["what"], culprit["direction"], list(found["ranks"]))
+    named = (culprit["module"], culprit["quantity"], culprit["direction"], list(found["ranks"]))
     block, rank = f"layers.{fault.layer}", fault.rank
     expected = {
         "embedding": ("tok_embeddings", "output", "forward", [rank]),
@@ -302,7 +302,7 @@ def overflowing_run(path: Path, scales: dict[str, float], *overrides: str) -> st
     return str(halted.value)
 
 
-# Layout, what the weights are multiplied with, the first bad value (module, what), and the module that made it.
+# Layout, what the weights are multiplied with, the first bad value (module, quantity), and the module that made it.
 OVERFLOWS = {
     "between layers": (
         "tp 2",
@@ -353,7 +353,7 @@ def test_an_overflow_is_named_and_reproduced_offline_from_its_bundle(
     assert (bundle.report["module"], bundle.report["reproduces"]) == (unit, True)
     event = replay(bundle, build)
     assert event is not None
-    assert (event.module, event.what, event.value) == (*named, bundle.report["culprit"]["value"])
+    assert (event.module, event.quantity, event.value) == (*named, bundle.report["culprit"]["value"])
     # Whole sequences, whatever ranks they were spread over.
     assert bundle.tensors["tokens"].shape == (2, 128)
     assert bundle.tensors["input.0"].shape[:2] == (2, 128)
@@ -421,7 +421,7 @@ def test_a_nonfinite_weight_is_named_and_the_checkpoint_before_it_loaded_at_once
     for seen in ranks(size)(watched_run, run_toml, {3: fault}, f"--job.dump_folder={folder}", *settings, *overrides):
         assert seen.bad == [3]
         culprit = seen.diagnoses[3]["culprit"]
-        assert (culprit["module"], culprit["what"]) == (named, "parameter weight")
+        assert (culprit["module"], culprit["quantity"]) == (named, "parameter weight")
         assert list(seen.diagnoses[3]["ranks"]) == [1]
         # The struck weight alone is another than before the repair: it is well again.
         assert seen.changed == ([f"{named}.weight in step 3"] if seen.rank == 1 else [])
@@ -429,7 +429,7 @@ def test_a_nonfinite_weight_is_named_and_the_checkpoint_before_it_loaded_at_once
         assert [line["loss"] for line in seen.lines if line["skipped"]] == [None]
     event = replay(Bundle.read(folder / "health" / "step-3"), build)
     assert event is not None
-    assert (event.module, event.what, event.value) == (named, "parameter weight", "nan")
+    assert (event.module, event.quantity, event.value) == (named, "parameter weight", "nan")
     plain = (f"--job.dump_folder={folder}-straight", settings[0], "--checkpoint.enable=false")
     straight = ranks(size)(train, run_toml, *plain, *overrides)[0]
     assert losses(straight)[:2] == [line["loss"] for line in seen.lines][:2]
@@ -495,7 +495,7 @@ def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
         assert "times its value in a healthy step" in found["summary"]
     event = replay_with_fault(folder / "health" / "step-18", fault)
     assert event is not None
-    assert (event.module, event.what) == (f"layers.1.{module}", found["culprit"]["what"])
+    assert (event.module, event.quantity) == (f"layers.1.{module}", found["culprit"]["quantity"])
 
 
 @pytest.mark.deep

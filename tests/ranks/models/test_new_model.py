@@ -50,7 +50,7 @@ class LinearModel(LanguageModel):
         self.layers = nn.ModuleDict({str(n): LinearBlock(shape, attend) for n in range(shape.n_layers)})
         self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
 
-    def keep(self, first: int, stop: int) -> None:
+    def keep_layers(self, first: int, stop: int) -> None:
         assert (first, stop) == (0, len(self.layers)), "lacks says that it is never cut"
 
     def set_rope(self, inverse_frequencies: Sequence[float], attention_factor: float, device: torch.device) -> None:

@@ -35,7 +35,7 @@ def test_all_options_at_once_give_the_attention_and_gradients_of_plain_pytorch(
     assert ranks(2)(verify, run_toml, "--parallel.cp=2", *OPTIONS) == [True] * 2
     (comparison,) = rows_of(run_toml.parent)
     assert comparison["holds"]
-    assert len([row for row in comparison["rows"] if row["what"].startswith("attention output")]) == 2
+    assert len([row for row in comparison["rows"] if row["quantity"].startswith("attention output")]) == 2
 
 
 WINDOW, SEQ_LEN = 12, 96

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.runtime import lock
+from torchtitan_cp.runtime import lock, nodes
 from torchtitan_cp.runtime.lock import run_dir_lock
 
 
@@ -19,7 +19,7 @@ def enter(folders: list[Path], ranks_per_node: int = 1) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", str(dist.get_rank() % ranks_per_node))
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks_per_node))
-        patch.setattr(lock, "SHARED_SECONDS", 0.5)
+        patch.setattr(nodes, "SHARED_SECONDS", 0.5)
         try:
             with run_dir_lock(folders[dist.get_rank()]):
                 dist.barrier()

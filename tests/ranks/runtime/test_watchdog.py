@@ -18,7 +18,7 @@ from torchtitan_cp.config import load_config
 from torchtitan_cp.runtime import watchdog as failure
 from torchtitan_cp.runtime.consistency import check_same_job, code_version
 from torchtitan_cp.runtime.device import start_ranks
-from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, name_lost_ranks, set_activity
+from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, report_lost_ranks, set_activity
 
 BATCH, STEP = "waiting for its batch", "in forward, backward and update with the others"
 
@@ -31,7 +31,7 @@ def lose_contact(folder: Path) -> tuple[int, str]:
     with Watchdog(dist.get_rank(), dist.get_world_size(), 0.2, folder) as watch:
         dist.barrier()
         try:
-            with name_lost_ranks(watch):
+            with report_lost_ranks(watch):
                 raise RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:42\nmore")
         except LostRankError as error:
             message = str(error)

@@ -18,7 +18,7 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.data.corpus import cache
 from torchtitan_cp.data.errors import PreparationStoppedError
-from torchtitan_cp.training import data_pipeline
+from torchtitan_cp.runtime import nodes
 from torchtitan_cp.training.data_pipeline import prepare_corpus
 
 
@@ -65,7 +65,7 @@ def prepare_as_a_node_of_its_own(data: Data, shared: bool) -> tuple[str, int]:
     if not shared:
         data = replace(data, cache_folder=f"{data.cache_folder}-{os.environ['RANK']}")
     try:
-        with patch.object(fcntl, "flock", lambda *_: None), patch.object(data_pipeline, "SHARED_SECONDS", 0.5):
+        with patch.object(fcntl, "flock", lambda *_: None), patch.object(nodes, "SHARED_SECONDS", 0.5):
             return prepare_and_count_listings(data)
     finally:
         os.environ.pop("GROUP_RANK")

@@ -62,7 +62,7 @@ def test_parity_holds_on_every_layout(ranks: Callable[[int], RankPool], tmp_path
     assert ranks(4)(verify, path, *overrides) == [True] * 4
     (comparison,) = rows_of(tmp_path)
     assert comparison["holds"]
-    compared = [row["what"] for row in comparison["rows"]]
+    compared = [row["quantity"] for row in comparison["rows"]]
     assert compared[:3] == ["loss", "attention output, layers.0.attention", "attention output, layers.1.attention"]
     assert {"gradients, layers.0", "gradients, layers.1", "gradients, tok_embeddings"} <= set(compared)
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -139,7 +139,7 @@ def test_a_broken_exchange_is_found_and_the_first_layer_named(
     path = write_run(tmp_path)
     assert ranks(2)(verify_broken, path, "--parallel.cp=2", "--context_parallel.strategy=ring") == [False] * 2
     (comparison,) = rows_of(tmp_path)
-    apart = [row["what"] for row in comparison["rows"] if row["difference"] > row["allowed"]]
+    apart = [row["quantity"] for row in comparison["rows"] if row["difference"] > row["allowed"]]
     assert "attention output, layers.0.attention" in apart
 
 

@@ -28,7 +28,7 @@ from torchtitan_cp.attention import (
 from torchtitan_cp.attention.caching import ENTRY_BYTES, KEPT_BYTES, KEPT_RESULTS, host_bytes, keep_newest
 from torchtitan_cp.attention.layouts import make_layout
 from torchtitan_cp.attention.mask import Band, count_rows
-from torchtitan_cp.attention.operator import with_strategy
+from torchtitan_cp.attention.operator import resolve_auto
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.strategies import log_choice
@@ -275,7 +275,7 @@ def test_a_plan_whose_strategy_is_chosen_later_keeps_the_steps_that_still_hold()
     mask = AttentionMask(document_lengths=((9, 23, 32),))
     plan = make_plan(64, mask=mask, ranks=8, rank=1)
     steps = plan.steps
-    ring, traded = (with_strategy(plan, *heads) for heads in ((6, 3), (8, 8)))
+    ring, traded = (resolve_auto(plan, *heads) for heads in ((6, 3), (8, 8)))
     assert (ring.strategy, traded.strategy) == ("ring", "all_to_all")
     assert ring.steps is steps
     assert len(traded.steps) == 1  # whose ring is of one member
@@ -285,7 +285,7 @@ def test_a_plan_whose_strategy_is_chosen_later_keeps_the_steps_that_still_hold()
 
 def test_auto_keeps_keys_in_8_bits_on_the_ring_where_heads_could_be_traded() -> None:
     plan = make_plan(64, ranks=8, kv_transfer="float8")
-    assert (with_strategy(plan, 8, 8).strategy, with_strategy(plan, 8, 8).kv_transfer) == ("ring", "float8")
+    assert (resolve_auto(plan, 8, 8).strategy, resolve_auto(plan, 8, 8).kv_transfer) == ("ring", "float8")
 
 
 def test_a_plan_of_inference_mode_can_be_trained_with() -> None:
@@ -368,8 +368,8 @@ def test_documents_are_hashed_once_and_not_at_each_attention() -> None:
             return super().__hash__()
 
     plan = make_plan(64, mask=AttentionMask(document_lengths=(Lengths((24, 40)),)), ranks=4)
-    with_strategy(plan, 4, 2)
-    with_strategy(replace(plan, strategy="all_gather"), 4, 2)
+    resolve_auto(plan, 4, 2)
+    resolve_auto(replace(plan, strategy="all_gather"), 4, 2)
     assert hashed == [2]
 
 

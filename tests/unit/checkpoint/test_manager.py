@@ -34,13 +34,16 @@ def test_skipped_text_is_counted_by_stage_and_a_rollback_covers_all_since_its_ch
 
 def test_a_progress_written_before_its_keys_were_renamed_is_read() -> None:
     written = json.loads("""{
-        "step": 9, "cursor": 2048, "stage": 1, "stage_step": 4, "stage_done": false, "source_tokens": {"corpus": 512},
-        "identity": {"seed": 1}, "block_tokens": 256, "short_loss": 2.5, "passed_over": [[0, 1, 3], [1, 2, 4]],
-        "health": {"skips": 1, "all_skips": 4}, "recent": [[2.0, 1.0]], "recipe": {"seq_len": 256},
+        "step": 9, "trained_tokens": 2048, "stage": 1, "stage_step": 4, "stage_done": false,
+        "source_tokens": {"corpus": 512},
+        "identity": {"seed": 1}, "block_tokens": 256, "short_loss": 2.5, "skipped_ranges": [[0, 1, 3], [1, 2, 4]],
+        "health": {"skips": 1, "all_skips": 4}, "recent": [[2.0, 1.0]], "seconds": [3.5, 0.25],
+        "text_recipe": {"seq_len": 256},
         "stage_losses": {"0": [5.0, 3.0, 4.0]}
     }""")
     progress = Progress.from_json(written)
-    assert (progress.trained_tokens, progress.text_recipe) == (2048, {"seq_len": 256})
+    assert (progress.spike_history, progress.text_settings) == ([[2.0, 1.0]], {"seq_len": 256})
+    assert (progress.trained_seconds, progress.evaluation_seconds) == (3.5, 0.25)
     assert (progress.skipped_ranges, progress.text_step) == ([[0, 1, 3], [1, 2, 4]], 6)
     # As it is written now it comes back too.
     assert Progress.from_json(json.loads(json.dumps(dataclasses.asdict(progress)))) == progress

@@ -32,7 +32,7 @@ def test_a_stages_own_keys_rule_over_those_of_the_data_section() -> None:
 def test_the_steps_of_a_stage_decide_its_text_only_where_its_last_window_ends_with_it() -> None:
     for packing, steps in (("best_fit", 10), ("concat", None)):
         config = Config(curriculum=Curriculum(STAGES), data=Data(packing=packing))
-        assert resolve_stages(config, 4)[0].text_recipe.get("steps") == steps
+        assert resolve_stages(config, 4)[0].text_settings.get("steps") == steps
 
 
 def test_a_stage_of_a_length_that_an_earlier_one_has_gets_a_name_of_its_own() -> None:

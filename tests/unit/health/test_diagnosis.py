@@ -80,7 +80,7 @@ def test_the_first_is_named_whether_blocks_are_recomputed_or_not(
     corrupt(net)  # type: ignore[operator]
     # With a last weight of 1e30 the outputs are finite, and the gradient that goes on from there is not.
     event = traced(net, torch.randn(2, 5, 4), torch.randn(2, 5, 4))
-    assert (event and (event.direction, event.module, event.what, event.culprit_module)) == named
+    assert (event and (event.direction, event.module, event.quantity, event.culprit_module)) == named
     assert event is None or event.micro_batch == 0
 
 
@@ -89,7 +89,12 @@ def test_the_gradient_of_a_tensor_between_two_modules_is_the_later_ones_doing() 
     net[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * math.nan,))
     event = traced(net, torch.randn(2, 3, 4))
     assert event is not None
-    assert (event.direction, event.module, event.what, event.culprit_module) == ("backward", "1", "input gradient", "1")
+    assert (event.direction, event.module, event.quantity, event.culprit_module) == (
+        "backward",
+        "1",
+        "input gradient",
+        "1",
+    )
 
 
 def test_a_weights_own_gradient_is_an_event_of_its_module() -> None:
@@ -97,7 +102,7 @@ def test_a_weights_own_gradient_is_an_event_of_its_module() -> None:
     net.inner.up.weight.register_hook(lambda gradient: gradient * math.inf)
     event = traced(net, torch.randn(2, 5, 4))
     assert event is not None
-    assert (event.module, event.what, event.culprit_module) == ("inner.up", "gradient of weight", "inner.up")
+    assert (event.module, event.quantity, event.culprit_module) == ("inner.up", "gradient of weight", "inner.up")
 
 
 def test_micro_batches_are_told_apart_and_the_first_bad_one_is_named() -> None:
@@ -106,7 +111,7 @@ def test_micro_batches_are_told_apart_and_the_first_bad_one_is_named() -> None:
     bad[1, 3, 2] = math.nan
     event = traced(Net(), x, x, bad)
     assert event is not None
-    assert (event.micro_batch, event.what, event.value, event.shape) == (2, "input", "nan", (2, 5, 4))
+    assert (event.micro_batch, event.quantity, event.value, event.shape) == (2, "input", "nan", (2, 5, 4))
     assert event.index == (1, 3, 2)
 
 
@@ -128,14 +133,19 @@ def test_a_weight_and_an_id_that_is_no_token_are_found() -> None:
     net.inner.down.weight.data[3, 5] = -math.inf
     event = find_nonfinite_weight([net])
     assert event is not None
-    assert (event.module, event.what, event.value, event.index) == ("inner.down", "parameter weight", "-inf", (3, 5))
+    assert (event.module, event.quantity, event.value, event.index) == (
+        "inner.down",
+        "parameter weight",
+        "-inf",
+        (3, 5),
+    )
     tokens = torch.tensor([[1, 2, 3]])
     good = {"tokens": tokens, "labels": torch.tensor([[2, 3, -100]])}
     assert find_invalid_tokens([good], 4) is None
-    for what, ids in (("labels", [[2, 4, -100]]), ("tokens", [[1, -100, 3]]), ("labels", [[-1, 3, 3]])):
-        event = find_invalid_tokens([good, good | {what: torch.tensor(ids)}], 4)
+    for name, ids in (("labels", [[2, 4, -100]]), ("tokens", [[1, -100, 3]]), ("labels", [[-1, 3, 3]])):
+        event = find_invalid_tokens([good, good | {name: torch.tensor(ids)}], 4)
         assert event is not None
-        assert (event.micro_batch, event.what) == (1, what)
+        assert (event.micro_batch, event.quantity) == (1, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -187,7 +197,7 @@ def test_what_outgrew_a_healthy_step_first_is_where_a_spike_arises() -> None:
     found = find_origin([[], measured(net, other, healthy).growth_over(usual)])
     assert found is not None
     times, event, ranks = found
-    assert (event.module, event.what, event.direction, event.micro_batch) == ("inner.down", "input", "forward", 0)
+    assert (event.module, event.quantity, event.direction, event.micro_batch) == ("inner.down", "input", "forward", 0)
     assert (event.culprit_module, ranks) == ("inner", [1])
     assert 1e5 < times < 1e7, "the square of a thousand, as far as two texts are alike"
 

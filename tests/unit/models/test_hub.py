@@ -380,7 +380,7 @@ def test_a_pipeline_stage_is_filled_from_the_whole_models_files(tmp_path: Path) 
     save_file({**whole, **more, "lm_head.weight": tied + 1}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"other values in lm_head.weight than in the weight that it is tied to\n"):
         load_parts(tmp_path, [model], names, HUB)
-    model.keep(1, 3)
+    model.keep_layers(1, 3)
     load_parts(tmp_path, [model], names, HUB)
     assert torch.equal(model.get_parameter("layers.2.ffn_norm.weight"), whole[THIRD_NORM])
 

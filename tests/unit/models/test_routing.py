@@ -180,7 +180,7 @@ def test_fewer_experts_than_the_model_has_take_no_tokens_or_some() -> None:
 def test_biases_start_at_zero_and_are_saved_with_the_weights() -> None:
     with torch.device("meta"):
         model = Moe(DEEPSEEK, PlainAttention())
-    model.keep(1, 2)
+    model.keep_layers(1, 2)
     model.to_empty(device="cpu")
     assert {number: bias.tolist() for number, bias in model.router_biases.items()} == {1: [0.0] * 16}
     assert model.router_biases[1].dtype == torch.float32
@@ -195,7 +195,7 @@ def test_biases_of_transformers_are_found_by_their_layer(family: str, layers: li
     model = HuggingFaceModel(args_from_config(FAMILIES[family], {}), LayerAttention())
     assert list(model.router_biases) == layers
     for number, bias in model.router_biases.items():
-        assert bias.shape == (model.args.look.layers[number].n_experts,)
+        assert bias.shape == (model.args.probe.layers[number].n_experts,)
         assert bias.dtype == torch.float32
         assert any(bias is own for own in model.buffers())
 

@@ -218,7 +218,7 @@ def test_ranks_end_soon_after_another_node_has_ended_the_job_but_not_when_it_has
     spec = SimpleNamespace(rdzv_handler=SimpleNamespace(is_closed=lambda: True), local_world_size=2)
     leaving.notes, group = tmp_path, SimpleNamespace(spec=spec)
     if finished:
-        leaving._store.add(launcher.NODES, 1)
+        leaving._store.add(launcher.NODES_DONE_KEY, 1)
         assert leaving._monitor_workers(group).state == WorkerState.HEALTHY  # type: ignore[arg-type]
         return
     with pytest.raises(RendezvousClosedError):
@@ -235,7 +235,8 @@ def test_a_stop_signal_ends_a_node_that_waits_for_a_lost_one(leaving: launcher.N
 
 
 @pytest.mark.parametrize(
-    ("left", "exit_seconds"), [([launcher.RANK_0, launcher.NODES], 600.0), ([launcher.RANK_0], 0.1)]
+    ("left", "exit_seconds"),
+    [([launcher.RANK_0_DONE_KEY, launcher.NODES_DONE_KEY], 600.0), ([launcher.RANK_0_DONE_KEY], 0.1)],
 )
 def test_a_node_waits_for_the_others_and_not_for_long_once_rank_0_has_left(
     leaving: launcher.NodeAgent,

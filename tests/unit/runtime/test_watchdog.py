@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_cp.runtime import watchdog as failure
-from torchtitan_cp.runtime.watchdog import Beat, describe, name_lost_ranks
+from torchtitan_cp.runtime.watchdog import Beat, describe, report_lost_ranks
 
 BATCH, STEP = "waiting for its batch", "in forward, backward and update with the others"
 
@@ -39,7 +39,7 @@ def test_where_all_are_alive_the_one_that_does_something_else_is_to_blame() -> N
 
 
 def raise_another_error() -> None:
-    with name_lost_ranks():
+    with report_lost_ranks():
         raise RuntimeError("shapes do not fit")
 
 
@@ -60,7 +60,7 @@ def test_a_process_of_another_node_with_this_host_name_is_not_known_to_be_gone(m
 def test_what_nccl_says_last_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "GRACE_SECONDS", 0.0)
     said = "NCCL error in: a.cpp:1, unhandled cuda error\nmore\nLast error:\nCuda failure 2 'out of memory'"
-    with pytest.raises(failure.LostRankError), name_lost_ranks():
+    with pytest.raises(failure.LostRankError), report_lost_ranks():
         raise RuntimeError(said)
     assert "unhandled cuda error ... Last error: Cuda failure 2 'out of memory'" in caplog.text
 

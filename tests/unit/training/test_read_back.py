@@ -80,7 +80,7 @@ def test_an_export_of_every_rope_has_the_frequencies_of_the_run(family: str) -> 
     for number, kind in enumerate(kind for kind in ROPE_KINDS for _ in range(3)):
         drawn, _, seq_len = draw(kind, random.Random(number), args.rotary_dim or 16)
         if problem := args.rope_problem(kind):
-            assert str(args.look.model_class) in problem
+            assert str(args.probe.model_class) in problem
             continue
         refused = REFUSED.get((family, kind), "")
         if family == "Cohere Compass" and not drawn.truncate:
@@ -97,7 +97,7 @@ def test_an_export_of_every_rope_has_the_frequencies_of_the_run(family: str) -> 
 @deep_rows("family", FAMILIES, default=["Phi-3, longrope"])
 def test_an_export_of_the_models_own_rope_has_the_frequencies_of_the_run(family: str) -> None:
     args = args_from_config(FAMILIES[family], {})
-    if not args.look.rotaries:
+    if not args.probe.rotaries:
         return
     model = HuggingFaceModel(args, NO_ATTENTION)
     for seq_len in (128, 2048):

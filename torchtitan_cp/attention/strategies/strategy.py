@@ -98,7 +98,8 @@ class KeyBlock(NamedTuple):
 def add_outputs(softmax: RunningSoftmax, q: Tensor, block: KeyBlock, kernel: Kernel) -> None:
     """Attend `q` to the keys of a block, and merge the outputs."""
     for call in _kernel_calls(block, kernel, q):
-        softmax.add(call.queries, *call.run(kernel.forward, q[call.queries], block.k[call.keys], block.v[call.keys]))
+        outputs = call.run_kernel(kernel.forward, q[call.queries], block.k[call.keys], block.v[call.keys])
+        softmax.add(call.queries, *outputs)
 
 
 def add_gradients(sums: Sequence[GradientSum], residuals: tuple[Tensor, ...], block: KeyBlock, kernel: Kernel) -> None:
@@ -110,7 +111,7 @@ def add_gradients(sums: Sequence[GradientSum], residuals: tuple[Tensor, ...], bl
     """
     for call in _kernel_calls(block, kernel, residuals[1]):
         dout, q, out, lse = (x[call.queries] for x in residuals)
-        gradients = call.run(kernel.backward, dout, q, block.k[call.keys], block.v[call.keys], out, lse)
+        gradients = call.run_kernel(kernel.backward, dout, q, block.k[call.keys], block.v[call.keys], out, lse)
         for total, rows, gradient in zip(sums, (call.queries, call.keys, call.keys), gradients, strict=True):
             total.add(rows, gradient)
 
@@ -124,7 +125,7 @@ class _KernelCall(NamedTuple):
     scores: ScoreMod
     flipped: bool = False
 
-    def run(self, function: Callable[..., Any], *rows: Tensor) -> Any:
+    def run_kernel(self, function: Callable[..., Any], *rows: Tensor) -> Any:
         """Call a kernel's forward or backward: on reversed rows if flipped, without a batch dim if packed."""
         if self.flipped:
             return tuple(x.flip(1) for x in function(*(x.flip(1) for x in rows), self.shape, self.scores))

@@ -112,7 +112,7 @@ class MicroBatch:
         return replace(self, **fetched)
 
 
-def batch_facts(batch_layout: BatchLayout, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+def batch_signature(batch_layout: BatchLayout, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
     """What ranks must agree on before they exchange the messages of a step, by name.
 
     Data-parallel ranks have different documents, so the names of these contain the rank.

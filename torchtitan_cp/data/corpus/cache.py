@@ -6,23 +6,21 @@ system releases it with the process.
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchtitan_cp.config.errors import name_in_errors
+from torchtitan_cp.config.file_lock import lock_file
 from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import find_chat_template
@@ -216,21 +214,18 @@ class CacheBuilder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with open(self.root / LOCK_FILE, "ab") as lock:
-                for attempt in count():
-                    try:
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    except BlockingIOError:
-                        if attempt == 0:
-                            logger.info("waiting for another process that prepares a corpus in %s", self.root)
-                        self._check_stop("waiting for another process that prepares the corpus")
-                        time.sleep(LOCK_POLL_SECONDS)
+                lock_file(lock, LOCK_POLL_SECONDS, self._while_locked)
                 yield
         except OSError as error:
             raise DataError(
                 f"data.cache_folder = {str(self.root)!r} cannot be written: {error.strerror or error}",
                 fix="give data.cache_folder a folder that can be written and locked, on a disk with room for tokens",
             ) from error
+
+    def _while_locked(self, attempt: int) -> None:
+        if attempt == 0:
+            logger.info("waiting for another process that prepares a corpus in %s", self.root)
+        self._check_stop("waiting for another process that prepares the corpus")
 
     def _check_stop(self, activity: str) -> None:
         if self.stop_requested():
@@ -262,9 +257,9 @@ def _log_reason(folder: Path, name: str, corpus: Corpus, settings: dict[str, Any
     for path in folder.parent.glob(f"*/{MANIFEST_FILE}"):
         earlier = read_json(path)
         if path.parent != folder and earlier and earlier["settings"] == settings:
-            what = "tokenizer" if earlier["corpus_fingerprint"] == corpus.fingerprint else "corpus"
+            changed = "tokenizer" if earlier["corpus_fingerprint"] == corpus.fingerprint else "corpus"
             message = "the %s changed since %s was made; the tokens are made again (that folder is no longer needed)"
-            logger.warning(message, what, path.parent)
+            logger.warning(message, changed, path.parent)
             break
     files = f"{len(corpus.files)} file{'s' * (len(corpus.files) != 1)}"
     logger.info("preparing %s: %s, %.2f MB, in %s", name, files, corpus.size_bytes / 1e6, folder)

@@ -44,7 +44,7 @@ def graphs_and_kinds(config: Keys, checkpoint: str = "none", lengths: tuple[int,
     model = HuggingFaceModel(args, LayerAttention())
     random_weights(model, 0)
     dispatch_experts(model, RoutingSums(args.n_layers, args.n_experts, torch.device("cpu")), None)
-    layers = args.look.layers
+    layers = args.probe.layers
     with counting_backend() as counter:
         wrap_blocks(model, Activation(checkpoint=checkpoint), Compile(enable=True), "cpu")
         for length in lengths:

@@ -44,7 +44,7 @@ def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, c
             theirs[name].copy_(bias.normal_(0.0, 0.2))
     wrap_blocks(model, Activation(checkpoint=checkpoint), Compile(), device)
     model.to(device).reset_rope(SEQ_LEN, torch.device(device))
-    tokens, labels = torch.randint(args.look.vocab_size, (2, 2, SEQ_LEN))
+    tokens, labels = torch.randint(args.probe.vocab_size, (2, 2, SEQ_LEN))
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
     layout = BatchLayout(SEQ_LEN, 1, 2, 1, 0, partial(make_plan), tuple(sorted({0, *args.layer_windows})))
     loss_of = ChunkedCrossEntropy(40, 0.0, args.logit_scale, args.logit_softcap)

@@ -36,7 +36,7 @@ FIXED = "fixed"
 
 
 @dataclass(frozen=True)
-class LayerLook:
+class LayerInfo:
     """One decoder layer.
 
     Attributes:
@@ -85,7 +85,7 @@ class LayerLook:
 
 
 @dataclass(frozen=True)
-class Look:
+class ModelProbe:
     """A model.
 
     Attributes:
@@ -99,7 +99,7 @@ class Look:
     """
 
     model_class: str
-    layers: tuple[LayerLook, ...]
+    layers: tuple[LayerInfo, ...]
     tie_embeddings: bool
     dim: int
     vocab_size: int
@@ -113,7 +113,7 @@ class Look:
     routers: tuple[str, ...]
 
 
-_Call = tuple[nn.Module, dict[str, Any]]  # the module that calls attention, and its fields of a LayerLook
+_Call = tuple[nn.Module, dict[str, Any]]  # the module that calls attention, and its fields of a LayerInfo
 _ExpertsPerToken = Mapping[nn.Module, int]  # by the module that holds the experts
 
 
@@ -121,8 +121,8 @@ class _RefusedError(ValueError):
     """The model cannot be trained with its sequences split over ranks."""
 
 
-def look_at(config: PreTrainedConfig) -> Look:
-    """Look at the model of a config.
+def probe_model(config: PreTrainedConfig) -> ModelProbe:
+    """ModelProbe at the model of a config.
 
     Raises:
         ValueError: it cannot be trained with its sequences split over ranks; the message names layer and class.
@@ -130,7 +130,7 @@ def look_at(config: PreTrainedConfig) -> Look:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small, a second thread waits longer than it works
     try:
-        return _Probe(on_meta(config, NAME).train()).look()
+        return _Probe(on_meta(config, NAME).train()).probe()
     except _RefusedError:
         raise
     except Exception as error:
@@ -368,7 +368,7 @@ class _Probe:
         self.output.forward = lambda hidden: self.ramp[None, None]
         self.model.config._experts_implementation = NAME
 
-    def look(self) -> Look:
+    def probe(self) -> ModelProbe:
         """Run the model on all tokens, on a shard, at other positions and with other frequencies, and compare."""
         positions = torch.arange(_TOKENS)
         tokens = positions * 7919 % len(self.ramp)
@@ -385,9 +385,9 @@ class _Probe:
         turned = whole.differences(_Run(self.names).forward(self.model, tokens, positions))
         rotaries = [self._rotary(*layer, moved, turned) for layer in zip(calls, self.kinds, strict=True)]
         layers = zip(self.layers, calls, rotaries, strict=True)
-        return Look(
+        return ModelProbe(
             model_class=type(self.model).__name__,
-            layers=tuple(self._layer_look(*layer, whole.experts_per_token) for layer in layers),
+            layers=tuple(self._layer_info(*layer, whole.experts_per_token) for layer in layers),
             tie_embeddings=self.tied,
             dim=self.output.weight.shape[1],
             vocab_size=len(self.ramp),
@@ -424,18 +424,18 @@ class _Probe:
         return scale, cap
 
     def _rotary(self, call: _Call, kind: str, moved: list[str], turned: list[str]) -> str:
-        """LayerLook.rotary of a layer of this kind, from what changes with positions, and with frequencies."""
+        """LayerInfo.rotary of a layer of this kind, from what changes with positions, and with frequencies."""
         keys = f"k of {_label(call[0], self.names)}"
         if keys not in moved:
             return ""
         of_kind = [name for name in self.frequencies if name.endswith(f".{kind}_inv_freq")]
         return (of_kind or [*self.frequencies, FIXED])[0] if keys in turned else FIXED
 
-    def _layer_look(self, layer: nn.Module, call: _Call, rotary: str, experts_per_token: _ExpertsPerToken) -> LayerLook:
+    def _layer_info(self, layer: nn.Module, call: _Call, rotary: str, experts_per_token: _ExpertsPerToken) -> LayerInfo:
         module, fields = call
         active = _count_matrices(layer, experts_per_token)
         experts = next((part for part in layer.modules() if part in experts_per_token), None)
-        return LayerLook(
+        return LayerInfo(
             name=self.names[layer],
             attention=self.names[module],
             **fields,

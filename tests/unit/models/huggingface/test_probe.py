@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.huggingface.args import HuggingFaceArgs, args_from_config
 from models.huggingface.hub import settings
-from models.huggingface.look import FIXED
+from models.huggingface.probe import FIXED
 from models.llama import FLAVORS
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, REFUSED, SIZES, WINDOW
@@ -48,7 +48,7 @@ def tiny(family: str, **overrides: Any) -> HuggingFaceArgs:
 
 def test_windows_and_the_frequencies_of_each_layer_are_found() -> None:
     args = tiny("Gemma 3")
-    local, full = args.look.layers
+    local, full = args.probe.layers
     assert (local.window, full.window) == (WINDOW, 0) == args.layer_windows
     assert local.rotary == "model.rotary_emb.sliding_attention_inv_freq"
     assert full.rotary == "model.rotary_emb.full_attention_inv_freq"
@@ -59,10 +59,10 @@ def test_windows_and_the_frequencies_of_each_layer_are_found() -> None:
 
 def test_sinks_experts_and_routers_are_found() -> None:
     args = tiny("gpt-oss")
-    assert all(layer.sinks for layer in args.look.layers)
+    assert all(layer.sinks for layer in args.probe.layers)
     assert args.experts_per_token == 2
-    assert args.look.routers == ("model.layers.0.mlp.router", "model.layers.1.mlp.router")
-    layer = args.look.layers[0]
+    assert args.probe.routers == ("model.layers.0.mlp.router", "model.layers.1.mlp.router")
+    layer = args.probe.layers[0]
     experts = 6 * 3 * 48 * 64
     assert layer.matrices - layer.active_matrices == experts * 4 // 6
     assert layer.active_mlp_matrices == experts * 2 // 6 + 6 * 48
@@ -70,15 +70,15 @@ def test_sinks_experts_and_routers_are_found() -> None:
 
 def test_values_narrower_than_keys_and_a_scale_that_follows_yarn_are_found() -> None:
     args = tiny("DeepSeek-V3")
-    layer = args.look.layers[0]
+    layer = args.probe.layers[0]
     assert (layer.qk_dim, layer.v_dim, args.head_dim) == (24, 12, 18)
-    assert args.look.scale_follows_rope
+    assert args.probe.scale_follows_rope
     # Its own YaRN is in that scale, and the config of an export would not have it.
     assert "an export would lose" in str(args.rope_problem("linear"))
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     assert "scale its attention scores" in str(tiny("DeepSeek-V3", **plain).rope_problem("yarn"))
     assert tiny("DeepSeek-V3", **plain).rope_problem("linear") is None
-    assert not tiny("Gemma 3").look.scale_follows_rope
+    assert not tiny("Gemma 3").probe.scale_follows_rope
 
 
 def test_fewer_layers_shorten_what_has_a_value_for_each_layer() -> None:
@@ -89,23 +89,23 @@ def test_fewer_layers_shorten_what_has_a_value_for_each_layer() -> None:
 def test_a_tokenizers_vocabulary_has_no_padding_of_the_configs() -> None:
     config = {**FAMILIES["Phi-3"], "vocab_size": 40_000, "pad_token_id": 32_000}
     args = args_from_config(config, {"vocab_size": 0})
-    assert replace(args, vocab_size=260).look.vocab_size == 260
+    assert replace(args, vocab_size=260).probe.vocab_size == 260
     assert settings(replace(args, vocab_size=260))["pad_token_id"] is None
     assert settings(args_from_config(config, {}))["pad_token_id"] == 32_000
 
 
 def test_soft_caps_and_the_factor_of_the_logits_are_found() -> None:
-    assert [layer.softcap for layer in tiny("Gemma 2").look.layers] == [5.0, 5.0]
+    assert [layer.softcap for layer in tiny("Gemma 2").probe.layers] == [5.0, 5.0]
     assert tiny("Gemma 2").logit_softcap == pytest.approx(3.0)
     assert tiny("Granite").logit_scale == pytest.approx(1 / 4.0)
 
 
 def test_layers_without_rotary_embedding_and_models_with_learned_positions_are_found() -> None:
-    assert [bool(layer.rotary) for layer in tiny("SmolLM3").look.layers] == [True, False]
+    assert [bool(layer.rotary) for layer in tiny("SmolLM3").probe.layers] == [True, False]
     zero = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     args = args_from_config({"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 2, "vocab_size": 288}, zero)
-    assert args.look.learned_positions
-    assert {layer.rotary for layer in args.look.layers} == {FIXED}
+    assert args.probe.learned_positions
+    assert {layer.rotary for layer in args.probe.layers} == {FIXED}
     assert "no rotary embedding" in str(args.rope_problem("none"))
 
 
@@ -143,7 +143,7 @@ def test_a_stage_has_a_rope_where_it_turns_layers_of_full_attention_or_the_one_r
 def test_counts_and_costs_are_those_of_the_native_architecture(flavor: str, config: dict[str, Any]) -> None:
     theirs, ours = args_from_config(config, {"num_hidden_layers": 2}), replace(FLAVORS[flavor], n_layers=2)
     assert count_parameters(theirs) == count_parameters(ours)
-    assert total_parameters(theirs) == total_parameters(ours) == theirs.look.parameters
+    assert total_parameters(theirs) == total_parameters(ours) == theirs.probe.parameters
     assert flops_per_token(theirs, 4096) == flops_per_token(ours, 4096)
     assert layer_costs(theirs, 4096) == layer_costs(ours, 4096)
     for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "active_ffn_dim", "rotary_dim"):
@@ -171,7 +171,7 @@ def test_a_multimodal_config_gives_its_text_model_with_overrides() -> None:
     text = {key: value for key, value in FAMILIES["Gemma 3"].items() if key != "model_type"}
     args = args_from_config({"model_type": "gemma3", "text_config": text}, {"vocab_size": 0})
     assert args.config["model_type"] == "gemma3_text"
-    assert (args.vocab_size, args.look.vocab_size) == (0, 288)
+    assert (args.vocab_size, args.probe.vocab_size) == (0, 288)
     assert args == HuggingFaceArgs(json.loads(json.dumps(args.config)), 0)
 
 
@@ -183,7 +183,7 @@ def test_a_multimodal_config_keeps_what_it_has_for_its_text_model() -> None:
     assert args_from_config(voxtral, {"head_dim": 16}).head_dim == 16
     assert args_from_config({"model_type": "voxtral"}, {}).config["head_dim"] == 128
     fuyu = args_from_config({"model_type": "fuyu", **sizes}, {"num_hidden_layers": 3})
-    assert (fuyu.look.dim, fuyu.n_layers) == (sizes["hidden_size"], 3)
+    assert (fuyu.probe.dim, fuyu.n_layers) == (sizes["hidden_size"], 3)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ from pathlib import Path
 from models.huggingface.args import args_from_config
 config, begun = json.loads(sys.argv[1]), time.process_time()
 args = args_from_config(config, {})
-sizes = args.look.parameters, args.linear_parameters()
+sizes = args.probe.parameters, args.linear_parameters()
 # Of this program alone: ru_maxrss begins with that of the process that started it.
 most = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
 print(*sizes, time.process_time() - begun, most)
