@@ -22,8 +22,8 @@ from benchmarks.cuda import CASES_FAILED, ROOT, Line
 from benchmarks.cuda_record import Record, run_tests
 
 KERNEL_TESTS, OFFLOAD_TESTS = "tests/unit/attention/test_kernels.py", "tests/unit/parallel/test_offload.py"
-LINEAR_TESTS = "tests/unit/attention/test_linear_devices.py"
-FAMILY_TESTS = "tests/unit/models/huggingface/test_families.py"
+LINEAR_TESTS = "tests/unit/attention/linear/test_flash_linear.py"
+FAMILY_TESTS = "tests/unit/models/huggingface/test_model.py"
 
 
 # What there is -------------------------------------------------------------------------------------------------
