@@ -1,10 +1,12 @@
 """Stages: arithmetic against numbers worked out by hand."""
 
 import dataclasses
+from typing import Any
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.sections import Curriculum, Data, Stage, StageData, Training
+from torchtitan_cp.config.sections import Curriculum, Data, DataSource, Stage, StageData, Training
 from torchtitan_cp.curriculum import resolve_stages
+from torchtitan_cp.curriculum.stages import resolve_stage_data
 
 STAGES = (
     Stage(seq_len=1024, steps=10, global_batch_tokens=16384, cp=1),
@@ -39,3 +41,20 @@ def test_a_stage_of_a_length_that_an_earlier_one_has_gets_a_name_of_its_own() ->
     stages = (STAGES[0], STAGES[1], STAGES[0], dataclasses.replace(STAGES[0], name="long"))
     names = [stage.name for stage in resolve_stages(Config(curriculum=Curriculum(stages)), 4)]
     assert names == ["1K", "long", "1K-stage-3", "long-stage-4"]
+
+
+CHAT: dict[str, Any] = {"source": "jsonl", "path": "x", "messages_field": "m"}
+
+
+def test_a_stage_that_reads_conversations_packs_them_whole_and_apart() -> None:
+    sources = (DataSource(name="chat", **CHAT), DataSource(name="text", source="text", path="x"))
+
+    def resolved(stage: StageData, **keys: Any) -> tuple[Any, ...]:
+        found = resolve_stage_data(Data(sources=sources, **keys), Stage(data=stage))
+        return found.packing, found.document_mask, found.restart_positions
+
+    assert resolved(StageData()) == ("best_fit", True, True)
+    assert resolved(StageData(mixture={"text": 1.0})) == ("concat", False, False)
+    assert resolved(StageData(), mixture={"text": 1.0, "chat": 0.0}) == ("concat", False, False)
+    assert resolved(StageData(mixture={"text": 1.0, "chat": 0.5})) == ("best_fit", True, True)
+    assert resolved(StageData(packing="concat"), document_mask=False) == ("concat", False, False)

@@ -1,4 +1,4 @@
-"""Labels, weights and turns where a store says which tokens are learned."""
+"""Labels, weights and turns of packed sequences, where a store says which tokens are learned."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,8 @@ from torchtitan_cp.data.batches.stream import TokenStream
 
 BEST_FIT = ResolvedStageData({}, "best_fit", packing_window=2, document_mask=True, restart_positions=True)
 CONCAT = replace(BEST_FIT, packing="concat")
+
+
 #        system, user, answer, user, answer; a document; one without an answer
 MASKS = [[0, 0, 1, 1, 1, 0, 0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0]]
 

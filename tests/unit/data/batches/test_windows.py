@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.memory import rows_of
+from torchtitan_cp.config.names import PACKINGS as CONFIG_PACKINGS
 from torchtitan_cp.data.batches.windows import (
     PACKINGS,
     Window,
@@ -115,3 +116,7 @@ def test_long_documents_do_not_come_first() -> None:
     longest = np.array([max(sequence) for sequence in lengths_of(best_fit(log_normal_rows(20_000, 8192), 8192))])
     correlation = np.corrcoef(np.argsort(np.argsort(longest)), np.arange(len(longest)))[0, 1]
     assert abs(correlation) < 3 / len(longest) ** 0.5
+
+
+def test_the_config_names_the_packings_there_are() -> None:
+    assert tuple(PACKINGS) == CONFIG_PACKINGS

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.cache import PreparedSource, prepare
 from torchtitan_cp.data.corpus.statistics import LengthStatistics, SourceStatistics, statistics_table
 from torchtitan_cp.data.corpus.store import TokenStore
-from torchtitan_cp.data.corpus.tokenization import read_ahead
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
 from torchtitan_cp.data.errors import DataError
 
@@ -213,17 +210,6 @@ def test_parts_of_a_split_document_are_a_group(tmp_path: Path) -> None:
     assert sorted(groups_of(only(data_of(tmp_path / "cache", source))).values()) == ["aaa", "b", "ccc"]
 
 
-def test_statistics_are_of_lengths_that_exist_and_weigh_long_documents_by_tokens() -> None:
-    lengths = np.array([1] * 50 + [10] * 40 + [5000] * 9 + [200_000])
-    statistics = LengthStatistics.of(lengths)
-    assert (statistics.documents, statistics.tokens) == (100, 245_450)
-    assert (statistics.p50, statistics.p90, statistics.p99, statistics.longest) == (1, 10, 5000, 200_000)
-    assert statistics.mean == 2454.5
-    assert statistics.long_fraction == {"4K": 245_000 / 245_450, "32K": 200_000 / 245_450, "128K": 200_000 / 245_450}
-    nothing = LengthStatistics.of(np.empty(0, dtype=np.int64))
-    assert (nothing.documents, nothing.tokens, nothing.longest, nothing.long_fraction["4K"]) == (0, 0, 0, 0.0)
-
-
 def test_statistics_lie_beside_the_tokens_and_make_a_table_of_all_sources(tmp_path: Path) -> None:
     short = text_source("short", text_corpus(tmp_path / "short"))
     long = jsonl_source(tmp_path / "long", ["x" * 4095, "y" * 99_999, "z"])
@@ -260,32 +246,3 @@ def test_empty_files_among_others_change_nothing(tmp_path: Path, caplog: pytest.
     source = DataSource("jsonl", str(tmp_path / "corpus"), validation_fraction=0.0, name="lines")
     assert only(data_of(tmp_path / "cache", source)).train.documents == 1
     assert not warnings(caplog)
-
-
-def test_the_next_item_is_read_while_one_is_worked_on() -> None:
-    begun: list[int] = []
-    second = threading.Event()
-
-    def items() -> Iterator[int]:
-        for item in range(4):
-            begun.append(item)
-            if item == 1:
-                second.set()
-            yield item
-
-    results = read_ahead(items())
-    assert next(results) == 0
-    assert second.wait(60)
-    assert begun == [0, 1]
-    assert list(results) == [1, 2, 3]
-
-
-def test_an_error_in_the_thread_that_reads_is_the_callers() -> None:
-    def fail() -> Iterator[int]:
-        yield 0
-        raise DataError("item 1")
-
-    results = read_ahead(fail())
-    assert next(results) == 0
-    with pytest.raises(DataError, match="item 1"):
-        next(results)

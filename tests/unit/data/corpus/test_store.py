@@ -2,6 +2,7 @@
 
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,3 +95,29 @@ def test_groups_are_kept(tmp_path: Path) -> None:
 def test_the_fingerprint_of_a_format_never_changes(tmp_path: Path) -> None:
     """It is part of a checkpoint's identity: a run begun before must resume."""
     assert write(tmp_path, DOCUMENTS, groups=[3, 1, 3, 0, 1]) == FINGERPRINT
+
+
+masks = st.lists(st.booleans(), min_size=1, max_size=60).map(lambda bits: np.array(bits, dtype=bool))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(masks, max_size=8), st.data())
+def test_masks_are_read_back_from_any_place(tmp_path_factory: pytest.TempPathFactory, every: Any, data: Any) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    for masks_of_commit in (every[:3], every[3:]):
+        documents = [(np.arange(len(mask)), 0) for mask in masks_of_commit]
+        append_documents(folder, "train", 100, documents, shard_bytes=16, masks=masks_of_commit)
+    store = TokenStore(folder, "train", 100)
+    assert store.has_masks
+    assert (folder / "train.mask.bin").stat().st_size == sum(-(-len(mask) // 8) for mask in every)
+    for document, mask in enumerate(every):
+        start = data.draw(st.integers(0, len(mask)))
+        stop = data.draw(st.integers(start, len(mask)))
+        np.testing.assert_array_equal(store.read_mask(document, start, stop), mask[start:stop])
+
+
+def test_a_store_of_text_has_no_masks(tmp_path: Path) -> None:
+    append_documents(tmp_path, "train", 100, [(np.arange(5), 0)])
+    store = TokenStore(tmp_path, "train", 100)
+    assert not store.has_masks
+    assert store.read_mask(0, 0, 5) is None

@@ -1,15 +1,31 @@
-"""A pass over a corpus that is stopped continues from its last commit, and damaged partial tokens are named."""
+"""From documents to tokens: read ahead, checked, kept whole; a pass that is stopped continues from its last commit."""
 
+import json
 import os
-from collections.abc import Callable
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
 
 from tests.support.half_made import BYTES, data_of, files, rows, stop_after
-from tests.support.texts import text_corpus, warnings
+from tests.support.texts import text_corpus, warnings, write_files
 from torchtitan_cp.config.sections import Data
+from torchtitan_cp.data.corpus import tokenization
 from torchtitan_cp.data.corpus.cache import prepare
+from torchtitan_cp.data.corpus.records import Document
+from torchtitan_cp.data.corpus.tokenization import fit_conversation, read_ahead, tokenize
+from torchtitan_cp.data.corpus.tokenizer import (
+    ByteTokenizer,
+)
+from torchtitan_cp.data.errors import DataError
 
 
 def test_a_pass_that_is_stopped_anywhere_gives_the_same_files(
@@ -91,3 +107,99 @@ def stop_after_beside(monkeypatch: pytest.MonkeyPatch, data: Data, last: int, be
     left = stop_after(monkeypatch, data, last)
     hidden.rename(beside)
     return left
+
+
+def rows_data(source: str, path: Path | str, **keys: Any) -> Data:
+    return Data(source=source, path=str(path), **{"validation_fraction": 0.0, **keys})
+
+
+def write_parquet(path: Path, columns: dict[str, Any], row_group_rows: int = 100) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.table(columns), path, row_group_size=row_group_rows)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_of_token_ids_is_kept_as_it_is(tmp_path: Path, kind: str) -> None:
+    ids = [[5, 6, 7], [8, 256], [], [256], list(range(200))]
+    if kind == "parquet":
+        write_parquet(tmp_path / "corpus" / "a.parquet", {"ids": pa.array(ids, pa.list_(pa.uint16()))})
+    else:
+        write_files(tmp_path / "corpus", {"a.jsonl": "\n".join(json.dumps({"ids": row}) for row in ids)})
+    data = rows_data(kind, tmp_path / "corpus", token_field="ids", cache_folder=str(tmp_path / "cache"))
+    store = prepare(data, BYTES).sources["corpus"].train
+    stored = [store.read(index, 0, length).tolist() for index, length in enumerate(store.document_lengths)]
+    assert stored == [[5, 6, 7, 256], [8, 256], [256], [*range(200), 256]]
+
+
+def test_token_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    write_files(tmp_path / "corpus", {"a.jsonl": '{"ids": [1, 2]}\n{"ids": [3, 257]}'})
+    data = rows_data("jsonl", tmp_path / "corpus", token_field="ids", cache_folder=str(tmp_path / "cache"))
+    with pytest.raises(DataError) as caught:
+        prepare(data, BYTES)
+    assert "a.jsonl:2 holds the token id 257, but the tokenizer has 257 pieces" in str(caught.value)
+    assert "fix: set tokenizer.kind and tokenizer.path to the tokenizer that made the ids" in str(caught.value)
+
+
+masks = st.lists(st.booleans(), min_size=1, max_size=60).map(lambda bits: np.array(bits, dtype=bool))
+
+
+@given(masks, st.integers(1, 70), st.sampled_from(["drop", "truncate_left", "truncate_right", "split"]))
+def test_what_is_kept_of_a_conversation_fits_and_is_cut_only_where_it_must(
+    mask: np.ndarray, most: int, too_long: str
+) -> None:
+    spans = fit_conversation(mask, most, too_long)
+    assert all(0 <= start < stop <= len(mask) and stop - start <= most for start, stop in spans)
+    assert fit_conversation(mask, 0, too_long) == [(0, len(mask))]
+    if len(mask) <= most:
+        assert spans == [(0, len(mask))]
+    elif too_long == "split":
+        assert [token for span in spans for token in range(*span)] == list(range(len(mask)))
+        for start, stop in spans[:-1]:
+            ends = [edge for edge in range(start + 1, start + most + 1) if mask[edge - 1] and not mask[edge : edge + 1]]
+            assert stop == (ends[-1] if ends else start + most)
+    else:
+        kept = {"drop": [], "truncate_left": [(len(mask) - most, len(mask))], "truncate_right": [(0, most)]}
+        assert spans == kept[too_long]
+
+
+def test_the_next_item_is_read_while_one_is_worked_on() -> None:
+    begun: list[int] = []
+    second = threading.Event()
+
+    def items() -> Iterator[int]:
+        for item in range(4):
+            begun.append(item)
+            if item == 1:
+                second.set()
+            yield item
+
+    results = read_ahead(items())
+    assert next(results) == 0
+    assert second.wait(60)
+    assert begun == [0, 1]
+    assert list(results) == [1, 2, 3]
+
+
+def test_an_error_in_the_thread_that_reads_is_the_callers() -> None:
+    def fail() -> Iterator[int]:
+        yield 0
+        raise DataError("item 1")
+
+    results = read_ahead(fail())
+    assert next(results) == 0
+    with pytest.raises(DataError, match="item 1"):
+        next(results)
+
+
+def test_a_long_document_takes_memory_for_its_tokens_twice_and_not_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenization, "FRAGMENT_CHARACTERS", 1 << 14)
+    monkeypatch.setattr(tokenization, "BATCH_CHARACTERS", 1 << 16)
+    text = "a long line of text\n" * 100_000
+    tracemalloc.start()
+    for _, ids, _ in tokenize([Document(text, "long", None, len(text))], ByteTokenizer()):
+        kept, most = tracemalloc.get_traced_memory()
+        assert len(ids) == len(text)
+    tracemalloc.stop()
+    assert kept < 2.5 * len(text), "of two bytes a token"
+    assert most < 4.5 * len(text) + (1 << 20)

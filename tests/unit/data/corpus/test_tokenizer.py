@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import sys
-import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ from tests.support.chats import write_llama_model
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus import tokenization
 from torchtitan_cp.data.corpus.added_tokens import AddedToken
 from torchtitan_cp.data.corpus.documents import Corpus
-from torchtitan_cp.data.corpus.records import Document, SkippedRecords
+from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.tokenization import tokenize
 from torchtitan_cp.data.corpus.tokenizer import (
     ByteTokenizer,
@@ -275,16 +273,3 @@ def test_text_begins_with_bos_and_ids_of_a_corpus_stay_as_they_are(tmp_path: Pat
     assert [row[0] for row in of_text] == [1, 1]
     assert [row.count(1) for row in of_text] == [1, 1]
     assert of_ids == [[5, 6], [7]]
-
-
-def test_a_long_document_takes_memory_for_its_tokens_twice_and_not_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenization, "FRAGMENT_CHARACTERS", 1 << 14)
-    monkeypatch.setattr(tokenization, "BATCH_CHARACTERS", 1 << 16)
-    text = "a long line of text\n" * 100_000
-    tracemalloc.start()
-    for _, ids, _ in tokenize([Document(text, "long", None, len(text))], ByteTokenizer()):
-        kept, most = tracemalloc.get_traced_memory()
-        assert len(ids) == len(text)
-    tracemalloc.stop()
-    assert kept < 2.5 * len(text), "of two bytes a token"
-    assert most < 4.5 * len(text) + (1 << 20)
