@@ -1,4 +1,4 @@
-"""Simulated groups: as many ranks as one likes, against the whole sequence, and byte by byte against the plan."""
+"""Exchanges on simulated ranks, as many as one likes: against the whole sequence, and byte by byte against the plan."""
 
 import pytest
 import torch
@@ -9,9 +9,8 @@ from torch import Tensor
 from benchmarks.simulation import simulate
 from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks
 from tests.support.plan_cases import cases
-from torchtitan_cp.attention import AttentionMask, PlanError
-from torchtitan_cp.attention.kernels import KERNELS, Kernel
-from torchtitan_cp.attention.strategies import STRATEGIES
+from torchtitan_cp.attention import AttentionMask
+from torchtitan_cp.attention.strategies import STRATEGIES, choose_strategy, log_choice
 
 
 def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
@@ -39,61 +38,6 @@ def test_sinks_of_all_ranks_sum_to_those_of_one_process() -> None:
     *_, dsinks = attention_with_sinks(q, k, v, dout, sinks, AttentionMask(), 0.3)
     assert result.dsinks is not None
     assert (result.dsinks - dsinks).norm() < 1e-10 * dsinks.norm()
-
-
-def test_ring_sends_the_rows_of_the_plan_and_no_more() -> None:
-    q, k, v, _ = inputs(256)
-    result = simulate(q, k, v, ranks=8, strategy="ring", mask=AttentionMask(document_lengths=((100, 156),)))
-    row_bytes = 2 * 2 * 8 * 8  # K and V, 2 heads, 8 dims, fp64
-    for plan, sent in zip(result.plans, result.forward_bytes, strict=True):
-        rows = [sum(stop - start for start, stop in step.send) for step in plan.steps[1:]]
-        assert sent == [count * row_bytes for count in rows if count]
-
-
-def test_float8_halves_the_bytes_of_bf16() -> None:
-    q, k, v, _ = (torch.randn(1, 128, 4, 64, dtype=torch.bfloat16) for _ in range(4))
-    plain, small = (simulate(q, k, v, ranks=4, strategy="ring", kv_transfer=name) for name in ("exact", "float8"))
-    ratio = sum(map(sum, small.forward_bytes)) / sum(map(sum, plain.forward_bytes))
-    assert ratio == (64 + 4) / (2 * 64)
-
-
-def test_a_kernel_that_fails_on_one_rank_ends_the_simulation_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def failing(*arguments: object) -> tuple[Tensor, Tensor]:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ValueError("out of order")
-        return KERNELS["reference"].forward(*arguments)  # type: ignore[arg-type]
-
-    broken = Kernel(failing, KERNELS["reference"].backward, takes_band=lambda queries, keys, band: True)
-    monkeypatch.setitem(KERNELS, "broken", broken)
-    with pytest.raises(ValueError, match="out of order"):
-        simulate(*inputs(64)[:3], ranks=4, strategy="ring", kernel="broken")
-
-
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 2 + 2), (4, 3 + 4 + 4 + 2), (16, 3 + 14 * 4 + 2)])
-def test_gathered_keys_are_put_in_order_only_where_that_saves_kernel_calls(
-    ranks: int, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-
-    def counting(*arguments: object) -> tuple[Tensor, Tensor]:
-        made.append(1)
-        return KERNELS["reference"].forward(*arguments)  # type: ignore[arg-type]
-
-    counted = Kernel(counting, KERNELS["reference"].backward)
-    monkeypatch.setitem(KERNELS, f"counted-{ranks}", counted)  # a kernel is chosen once a name
-    simulate(*inputs(256, (1, 1))[:3], ranks=ranks, strategy="all_gather", kernel=f"counted-{ranks}")
-    # Each of two ranks calls the kernel once a shard. In order, a rank's two chunks cost a rectangle and a triangle
-    # each; the first chunk of the sequence is a triangle alone, and the last rank's chunks are neighbours.
-    assert len(made) == calls
-
-
-def test_shapes_are_checked_as_on_ranks() -> None:
-    q, k, v, _ = inputs(64)
-    with pytest.raises(PlanError, match="dtypes differ"):
-        simulate(q, k.float(), v, ranks=4)
 
 
 def documented_elements(strategy: str, ranks: int, inner: int) -> tuple[float, float, float]:
@@ -142,3 +86,15 @@ def test_any_mask_on_any_layout_and_exchange_equals_the_full_sequence(
     for got, want in zip((result.out, result.dq, result.dk, result.dv), expected, strict=True):
         assert got is not None
         torch.testing.assert_close(got, want.nan_to_num(0.0), rtol=1e-9, atol=1e-10)
+
+
+def test_auto_trades_heads_where_that_carries_less_than_half_of_the_ring_and_no_window_shortens_it() -> None:
+    causal, window = (AttentionMask(window=(left, -1)).band for left in (-1, 9))
+    cases = [(8, 8, 8, causal), (16, 8, 8, causal), (8, 8, 8, window), (8, 8, 1, causal)]
+    assert [choose_strategy(*case) for case in cases] == ["all_to_all", "ring", "ring", "ring"]
+
+
+def test_the_log_names_a_window_by_its_keys_as_the_config_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log_choice(4, 2, 3, AttentionMask().windowed(64).band)
+    assert "4 query and 2 key heads, a window of 64 tokens;" in caplog.text

@@ -13,39 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.simulation import simulate
 from tests.support.emulated_ops import EMULATED, MISREADINGS, OPERATORS, emulate
 from tests.support.oracle import attention_with_gradients
-from torchtitan_cp.attention import AttentionMask, PlanError
-from torchtitan_cp.attention.kernels import KERNELS, ScoreMod, choose_kernel, cudnn, efficient, flash
-from torchtitan_cp.attention.tiles import CAUSAL, FULL
+from tests.support.sdpa_inputs import SCALE, by_torch, draw, qkv
+from torchtitan_cp.attention import AttentionMask
+from torchtitan_cp.attention.kernels import KERNELS, ScoreMod, cudnn, efficient, flash
+from torchtitan_cp.attention.tiles import FULL
 
 ATEN = torch.ops.aten
-SCALE = 0.3
 STATE = (torch.zeros(2, dtype=torch.uint64), torch.zeros(0))
-
-
-def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def qkv(queries: int, keys: int, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 16)) -> list[Tensor]:
-    """q, k, v, dout in `[B, S, H, D]`."""
-    (hq, hkv), (qk, v) = heads, dims
-    return draw((2, queries, hq, qk), (2, keys, hkv, qk), (2, keys, hkv, v), (2, queries, hq, v))
-
-
-def by_torch(tensors: list[Tensor], **options: Any) -> list[Tensor]:
-    """out, dq, dk, dv of scaled_dot_product_attention's maths, `[B, S, H, D]`."""
-    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-    with sdpa_kernel(SDPBackend.MATH):
-        rows = (x.transpose(1, 2) for x in leaves)
-        out = F.scaled_dot_product_attention(*rows, scale=SCALE, enable_gqa=True, **options).transpose(1, 2)
-    out.backward(tensors[3])
-    return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
 
 
 def flash_call(tensors: list[Tensor], left: int, right: int, causal: bool = False) -> list[Tensor]:
@@ -313,40 +291,6 @@ def test_the_efficient_operator_assumes_that_rows_of_out_lie_side_by_side() -> N
             padded[..., 24:] = padding
             _, dk, dv, _ = backward(*rows, None, out.transpose(1, 2), padded, *STATE, 0.0, mask, scale=SCALE)
             assert (dk.isfinite().all() and dv.isfinite().all()) == finite
-
-
-@pytest.mark.parametrize(("queries", "keys", "band"), [(1, 24, FULL), (24, 1, FULL), (1, 1, CAUSAL)])
-def test_cudnn_hands_tiles_of_one_row_to_flash(queries: int, keys: int, band: Any) -> None:
-    q, k, v, dout = tensors = qkv(queries, keys, dims=(16, 8))
-    with emulate() as calls:
-        out, lse = cudnn.forward(q, k, v, band, ScoreMod(SCALE))
-        gradients = cudnn.backward(dout, q, k, v, out, lse, band, ScoreMod(SCALE))
-    assert calls == {"_flash_attention_forward": 1, "_flash_attention_backward": 1}
-    for got, want in zip((out, *gradients), by_torch(tensors), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-def test_a_variable_that_changes_the_layout_of_the_log_sum_exp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, _ = qkv(24, 24)
-    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
-    with emulate():
-        with pytest.raises(PlanError, match=r"TORCH_CUDNN_SDPA_AVOID_RECOMPILE = 1 changes the layout .* unset it, or"):
-            cudnn.forward(q, k, v, FULL, ScoreMod(SCALE))
-        monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0")
-        cudnn.forward(q, k, v, FULL, ScoreMod(SCALE))
-
-
-def test_cudnn_is_refused_where_kernels_must_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.zeros(1, 8, 2, 16)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with (
-        emulate(),
-        pytest.raises(PlanError, match=r"'cudnn' cannot run .* its backward is not deterministic; use flash"),
-    ):
-        choose_kernel("cudnn", x, x)
-    monkeypatch.undo()
-    with emulate():
-        assert choose_kernel("cudnn", x, x) is KERNELS["cudnn"]
 
 
 # On three ranks these have windows whose corner is not at the first rows, tiles of one row, and rows that are merged.

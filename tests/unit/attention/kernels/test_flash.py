@@ -6,7 +6,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels import flash
+from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.attention.kernels import KERNELS, flash
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import CAUSAL, FULL
 
@@ -64,3 +65,18 @@ def check_band(queries: int, keys: int, low: int | None, high: int | None) -> No
             assert torch.equal(read_by_flash(queries, keys, *shared, longest), meant)
     square = queries == keys and band in (FULL, CAUSAL)
     assert flash.takes_band(queries, keys, band) or not square
+
+
+def test_tiles_of_a_window_that_flash_misreads_reach_it_in_parts() -> None:
+    """The window ends inside a later piece, so its tile has more queries than keys, and a bounded side."""
+    mask = AttentionMask(causal=False, window=(90, 90), document_lengths=((130, 126),))
+    misread = 0
+    for rank in range(4):
+        for step in make_plan(256, mask=mask, ranks=4, rank=rank, layout="zigzag").steps:
+            for tile in KERNELS["flash"].plain_tiles(step.tiles):
+                assert flash.takes_band(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
+            misread += any(
+                not flash.takes_band(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
+                for tile in step.tiles
+            )
+    assert misread, "this mask has such tiles"

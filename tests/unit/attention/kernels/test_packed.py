@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.plan import draw_lengths
 from benchmarks.simulation import Simulation, simulate
@@ -16,7 +14,6 @@ from tests.support.emulated_ops import emulate
 from tests.support.oracle import allowed, attention_with_gradients
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask
-from torchtitan_cp.attention.caching import BoundedCache, to_device
 from torchtitan_cp.attention.kernels import KERNELS
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
 from torchtitan_cp.attention.strategies import STRATEGIES
@@ -113,31 +110,3 @@ def test_tiles_that_share_rows_or_differ_to_the_kernel_are_calls_of_their_own() 
     groups = [group for _, group in KERNELS["flash"].calls(tiles)]
     assert groups == [(first, second, other_row), (same_keys,), (same_queries,), (full,)]
     assert [group for _, group in KERNELS["reference"].calls(tiles[:2])] == [(first,), (second,)]
-
-
-def test_a_device_cache_holds_the_last_used_within_its_bytes() -> None:
-    like, made, cache = torch.empty(1), [], BoundedCache(budget_bytes=100)
-
-    def value(key: str, numbers: int) -> Tensor:
-        def make() -> Tensor:
-            made.append(key)
-            return torch.zeros(numbers, dtype=torch.uint8)
-
-        return cache.get(key, like, make)
-
-    value("a", 40), value("b", 40), value("a", 40), value("c", 40)
-    assert cache.held_bytes == 80
-    value("a", 40), value("b", 40)
-    assert made == ["a", "b", "c", "b"], "b was used least of late when c came"
-    value("too large", 500)
-    assert (cache.held_bytes, len(cache.entries)) == (500, 1)
-
-
-def test_a_device_cache_keeps_tensors_without_data_to_their_mode() -> None:
-    cache, shapes = BoundedCache(1000), torch.arange(3)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        like = torch.empty(2, device="meta")
-        fake = cache.get("key", like, lambda: to_device(shapes, like))
-    real = cache.get("key", torch.empty(2), lambda: to_device(shapes, torch.empty(2)))
-    assert torch.equal(real, shapes)
-    assert fake.device.type == "meta"
