@@ -1,7 +1,9 @@
 """Small random-weight models of transformers, one for each family, as saved folders."""
 
+import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -14,6 +16,8 @@ from transformers import (
 )
 
 from tests.support.runs import TINY, write_run
+from torchtitan_cp.config import ConfigError, load_config
+from torchtitan_cp.training.registry import model_args_of
 
 SIZES = {
     "hidden_size": 48,
@@ -85,3 +89,17 @@ def write_start(folder: Path, family: str, max_shard_size: str = "5GB") -> Path:
     lines = [line for line in TINY.splitlines() if not line.startswith("overrides")]
     text = "\n".join(lines).format(folder=folder).replace('flavor = "debug"', model)
     return write_run(folder, f"{text}\nrope = {rope}\n".replace("{", "{{").replace("}", "}}"))
+
+
+def hub_problem(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        model_args_of(load_config(path, overrides).model)
+    return str(caught.value)
+
+
+def change_config(folder: Path, **keys: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **keys}))
+
+
+PLAIN = ("--model.flavor=", "--model.overrides={}")

@@ -1,11 +1,12 @@
-"""Rotary embeddings drawn at random."""
+"""Rotary embeddings: two published kinds, any drawn at random, and a curriculum with one."""
 
 import math
 import random
 from typing import Any
 
+from torchtitan_cp.config import Config
 from torchtitan_cp.config.rope import KEYS_BY_KIND
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.sections import Curriculum, Rope, Stage
 
 
 def draw(kind: str, generator: random.Random, head_dim: int = 0) -> tuple[Rope, int, int]:
@@ -32,3 +33,15 @@ def draw(kind: str, generator: random.Random, head_dim: int = 0) -> tuple[Rope, 
         keys["mscale"], keys["mscale_all_dim"] = generator.uniform(0.5, 1.5), generator.uniform(0.5, 1.5)
     rope = Rope(math.exp(generator.uniform(math.log(1e3), math.log(1e8))), kind, **keys)
     return rope, head_dim, original * generator.choice([1, 2, 16])
+
+
+YARN = Rope(kind="yarn", factor=16.0, original_seq_len=4096)
+LONGROPE = Rope(kind="longrope", factor=4.0, original_seq_len=4096, long_factor=(2.0, 3.0, 4.0, 5.0))
+
+
+def config_of(rope: Rope) -> Config:
+    stages = (
+        Stage(seq_len=4096, steps=1, global_batch_tokens=4096),
+        Stage(seq_len=16384, steps=1, global_batch_tokens=16384, rope=rope),
+    )
+    return Config(curriculum=Curriculum(stages))

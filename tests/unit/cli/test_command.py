@@ -1,6 +1,7 @@
-"""Commands of one process leave another job's ranks alone."""
+"""How a command ends, and that one of one process leaves another job's ranks alone."""
 
 import os
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import train
 from torchtitan_cp.cli import evaluate
 from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.runtime import environment
 
 FOREIGN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -62,3 +64,33 @@ def test_train_py_says_what_is_wrong_whatever_rank_another_job_has_here(
         monkeypatch.delenv("MASTER_ADDR")
     assert train.main(["none.toml", *arguments]) == 2
     assert "error: cannot read none.toml: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "said"),
+    [
+        (PreparationStoppedError("stopped while tokenizing"), 143, "stopped while tokenizing\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_command_that_is_stopped_ends_without_a_traceback(
+    stop: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> int:
+        raise stop
+
+    assert run_command(work) == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_command_whose_output_nobody_reads_ends_in_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writes, "w"))
+    assert run_command(lambda: bool(print("said", flush=True))) == 1
+    monkeypatch.undo()
+    assert capsys.readouterr().err == (
+        "error: Broken pipe: what read this output, or another process of this command, has ended\n"
+    )

@@ -1,43 +1,21 @@
-"""`torchtitan-cp COMMAND`, and what `train` refuses before it starts a rank."""
+"""What `torchtitan-cp train` asks of the check and the launcher, and what it refuses before it starts a rank."""
 
-import gc
-import io
-import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
 from tests.support.runs import write_run
-from torchtitan_cp.__main__ import COMMANDS, main
+from torchtitan_cp.__main__ import main
 from torchtitan_cp.cli import train as command
 from torchtitan_cp.cli.check import main as check_config
-from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config.sections import Job
-from torchtitan_cp.data.corpus.store import append_to
-from torchtitan_cp.data.errors import PreparationStoppedError
-from torchtitan_cp.runtime import job_notes, launcher
-from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote
-
-
-def test_every_command_says_what_it_takes_and_another_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in COMMANDS:
-        with pytest.raises(SystemExit) as ended:
-            main([name, "--help"])
-        assert ended.value.code == 0
-        assert "usage: " in capsys.readouterr().out
-    assert main([]) == 0
-    listed = capsys.readouterr().out
-    assert all(f"  {name} " in listed for name in COMMANDS)
-    assert main(["trian"]) == 2
-    assert "there is no command 'trian'" in capsys.readouterr().err
+from torchtitan_cp.runtime import launcher
 
 
 @pytest.mark.parametrize(
@@ -53,106 +31,6 @@ def test_what_makes_no_job_is_refused(arguments: list[str], said: str, capsys: p
         command.main(["x.toml", *arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["check", "x.toml", "--ranks", "0"],
-        ["doctor", "x.toml", "--length", "-5"],
-        ["plan", "x.toml", "--nodes", "0"],
-        ["plan", "x.toml", "--inter-bandwidth", "inf"],
-        ["evaluate", "run", "--depths", "0"],
-        ["evaluate", "run", "--lengths", "0"],
-        ["generate", "run", "--chat", "--temperature", "nan"],
-        ["generate", "run", "--chat", "--seed", f"{2**80}"],
-    ],
-)
-def test_a_number_out_of_range_is_refused_by_its_option(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert f"argument {arguments[-2]}: {arguments[-1]} is not between " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("stop", "code", "said"),
-    [
-        (PreparationStoppedError("stopped while tokenizing"), 143, "stopped while tokenizing\n"),
-        (KeyboardInterrupt(), 130, ""),
-    ],
-)
-def test_a_command_that_is_stopped_ends_without_a_traceback(
-    stop: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def work() -> int:
-        raise stop
-
-    assert run_command(work) == code
-    assert capsys.readouterr().err == said
-
-
-def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(train, "start_ranks", lambda seconds: None)
-    monkeypatch.setattr(train, "run_doctor", lambda *_: print("\u2265 4K") or True)
-    for work in (
-        lambda: train.main([str(write_run(tmp_path)), "--doctor"]),
-        lambda: run_command(lambda: print("\u2265")),
-    ):
-        output = io.TextIOWrapper(io.BytesIO(), "latin-1")
-        monkeypatch.setattr(sys, "stdout", output)
-        assert not work()
-        output.flush()
-        assert output.buffer.getvalue().startswith(b"\\u2265")
-
-
-@pytest.mark.parametrize(
-    ("write", "said"),
-    [
-        (
-            lambda: os.rmdir("cache/gone"),
-            "cache/gone: No such file or directory\n  fix: check the disk",
-        ),
-        (lambda: append_to(Path("/dev/full"), b"."), "/dev/full: No space left on device\n  fix: check the disk"),
-        (
-            lambda: Path("/dev/full").write_text("."),
-            "No space left on device\n  fix: check the disk",
-        ),
-    ],
-)
-def test_a_disk_that_fails_is_one_message_with_the_file_and_the_launcher_may_try_again(
-    write: Callable[[], int],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr(train, "start_ranks", lambda seconds: None)
-    monkeypatch.setattr(train, "run", lambda *_: write())
-    assert train.main([str(write_run(tmp_path))]) == 1
-    assert capsys.readouterr().err.startswith(f"[rank 0] error: {said}")
-    assert run_command(write) == 1
-    assert capsys.readouterr().err.startswith(f"error: {said}")
-
-
-def test_a_system_error_of_no_file_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(train, "start_ranks", lambda seconds: os.getpgid(2**22))
-    with pytest.raises(ProcessLookupError):
-        train.main([str(write_run(tmp_path))])
-
-
-def test_a_command_whose_output_nobody_reads_ends_in_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reads, writes = os.pipe()
-    os.close(reads)
-    monkeypatch.setattr(sys, "stdout", os.fdopen(writes, "w"))
-    assert run_command(lambda: bool(print("said", flush=True))) == 1
-    monkeypatch.undo()
-    assert capsys.readouterr().err == (
-        "error: Broken pipe: what read this output, or another process of this command, has ended\n"
-    )
 
 
 class Launcher:
@@ -231,43 +109,6 @@ def test_the_doctor_is_asked_of_the_ranks_and_its_config_is_checked(
     assert check_config([config, "--ranks", "4", "--doctor", "--parallel.tp=5", "--compile.enable=true"]) == 0
 
 
-@pytest.mark.parametrize("key", ["job.timeout_seconds", "job.startup_timeout_seconds", "checkpoint.timeout_seconds"])
-def test_no_collective_gives_up_before_the_longest_limit_of_the_config(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str
-) -> None:
-    limits: list[float] = []
-    monkeypatch.setattr(train, "start_ranks", limits.append)
-    monkeypatch.setattr(train, "run_doctor", lambda config, world, length: True)
-    assert train.main([str(write_run(tmp_path)), "--doctor", f"--{key}=5000"]) == 0
-    assert limits == [5000.0]
-
-
-def test_a_model_that_is_not_safe_ends_the_job_with_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    monkeypatch.setattr(train, "start_ranks", lambda seconds: None)
-    monkeypatch.setattr(train, "run_doctor", lambda config, world, length: length == 0)
-    config = str(write_run(tmp_path))
-    assert train.main([config, "--doctor"]) == 0
-    assert train.main([config, "--doctor", "512"]) == 5
-
-
-def test_garbage_is_collected_again_once_all_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    collects: list[bool] = []
-    monkeypatch.setattr(command, "main", lambda arguments: collects.append(gc.isenabled()) or 0)
-    monkeypatch.setattr(train, "main", lambda arguments: collects.append(gc.isenabled()) or 0)
-    monkeypatch.setattr(train, "Path", lambda name: SimpleNamespace(write_text=lambda text: None))
-    monkeypatch.setattr(train.threading, "active_count", lambda: 1)  # with more a rank ends its process here
-    try:
-        assert main(["train", "my.toml"]) == 0
-        gc.disable()
-        train.worker_main()
-    finally:
-        gc.enable()
-    assert collects == [True, True]
-
-
 @pytest.mark.parametrize(("gpus", "ranks"), [(3, 3), (1, 1), (0, 2)])
 def test_check_and_launcher_each_ask_torch_for_the_gpus_of_a_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: int, ranks: int
@@ -304,100 +145,6 @@ def test_a_config_that_would_not_run_starts_no_rank(tmp_path: Path, monkeypatch:
     with pytest.raises(SystemExit) as ended:
         command.main([str(write_run(tmp_path)), "--nproc", "2", "--parallel.tp=3"])
     assert ended.value.code == 2
-
-
-@pytest.mark.parametrize(("handler", "hears"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
-def test_under_nohup_a_job_does_not_hear_its_terminal_go(
-    monkeypatch: pytest.MonkeyPatch, handler: signal.Handlers, hears: bool
-) -> None:
-    for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE", FOLDER_VARIABLE):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(launcher, "_run", lambda *job: EndNote(0, ""))
-    before = signal.signal(signal.SIGHUP, handler)
-    try:
-        assert launcher.launch(["train.py"], 2, 1, launcher.LOCALHOST, Job()) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    handled = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(",")
-    assert handled == ["SIGINT", "SIGQUIT", *(["SIGHUP"] if hears else [])]
-
-
-def test_without_a_launcher_rank_0_says_why_a_run_ends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    for rank in (0, 1):
-        monkeypatch.setenv("RANK", str(rank))
-        assert job_notes.end_job(f"error: of {rank}", 2) == 2
-    assert capsys.readouterr().err == "error: of 0\n"
-
-
-def test_the_launcher_reads_the_note_of_the_first_rank_to_end_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(job_notes, "WAIT_SECONDS", 0.0)
-    for rank in (3, 0):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        assert job_notes.end_job(f"error: of {rank}", 3) == 3
-        os.utime(tmp_path / f"end-{rank}", times=(100 - rank, 100 - rank))
-    assert capsys.readouterr().err == ""
-    assert [note for _, note in job_notes.end_notes(tmp_path)] == [EndNote(3, "error: of 3"), EndNote(3, "error: of 0")]
-
-
-def test_a_rank_that_cannot_leave_a_note_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "gone"))
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert job_notes.end_job("error: no room", 2) == 2
-    assert capsys.readouterr().err.endswith("error: no room\n")
-
-
-def test_a_stop_while_the_ranks_of_a_failed_attempt_end_starts_no_other() -> None:
-    agent = object.__new__(launcher.NodeAgent)
-    agent.stopping = threading.Event()
-    agent.stopping.set()
-    with pytest.raises(launcher.JobEndedError) as ended:
-        agent._rendezvous(None)  # type: ignore[arg-type]
-    assert ended.value.args[0].code == 0
-
-
-class Gone(io.StringIO):
-    """A stream whose reader has ended."""
-
-    def write(self, text: str) -> int:
-        raise BrokenPipeError
-
-
-def test_a_stop_reaches_the_ranks_where_nobody_reads_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent, signals = object.__new__(launcher.NodeAgent), list[tuple[int, int]]()
-    agent.stopping, agent.ranks = threading.Event(), {0: 11, 1: 12}
-    monkeypatch.setattr(os, "kill", lambda *of: signals.append(of))
-    monkeypatch.setattr(sys, "stderr", Gone())
-    agent._stop(signal.SIGTERM, None)
-    assert agent.stopping.is_set()
-    assert signals == [(11, signal.SIGTERM), (12, signal.SIGTERM)]
-
-
-def test_a_relaunch_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    job_notes.ask_for_relaunch()
-    assert job_notes.take_relaunch(tmp_path)
-    assert not job_notes.take_relaunch(tmp_path)
-
-
-@pytest.mark.parametrize(("rank", "level"), [(0, logging.DEBUG), (1, logging.WARNING)])
-def test_rank_0_logs_at_the_level_of_the_config(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, level: int
-) -> None:
-    logger = logging.getLogger("torchtitan_cp")
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(logger, "level", logging.WARNING)
-    config = str(write_run(tmp_path))
-    assert train.main([config, "--dry-run", "--rank=9", "--job.log_level=debug"]) == 2, "there is no such rank"
-    assert logger.level == level
 
 
 @pytest.mark.parametrize(

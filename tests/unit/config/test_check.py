@@ -8,7 +8,6 @@ import pytest
 
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config, check_dump_folder
-from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import (
     Activation,
     Compile,
@@ -44,12 +43,6 @@ def refuse(config: Config, ranks: int) -> str:
     with pytest.raises(ConfigError) as caught:
         check_config(config, ranks)
     return str(caught.value)
-
-
-def test_what_is_left_goes_to_the_open_axis() -> None:
-    assert resolve_degrees(Parallel(), 6) == Degrees(pp=1, dp_replicate=1, dp_shard=6, cp=1, tp=1)
-    assert resolve_degrees(Parallel(dp_shard=2, cp=-1), 6).cp == 3
-    assert resolve_degrees(Parallel(dp_shard=2, cp=2), 4).fsdp == 4
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ constant beside its code, with the reason.
 import re
 from pathlib import Path
 
-from torchtitan_cp.config.reference import FIRST, as_text, first_keys, section_name, sections
+from torchtitan_cp.config.reference import section_name, sections
 
 REPOSITORY = Path(__file__).parents[3]
 KEYS = """
@@ -69,11 +69,3 @@ def test_every_key_is_set_by_a_recipe_or_named_by_a_page() -> None:
     text = "\n".join(recipes + pages)
     unknown = [name for name in KEYS.split() if not re.search(rf"(?<!\w){name.split('.')[-1]}(?!\w)", text)]
     assert not unknown
-
-
-def test_help_and_the_page_begin_with_what_most_people_set() -> None:
-    assert len(FIRST) == 30
-    assert [key.name for key in first_keys()] == list(FIRST)
-    lines = as_text().splitlines()
-    assert lines[0] == "What most people set"
-    assert [line.split()[0] for line in lines[1:31]] == list(FIRST)

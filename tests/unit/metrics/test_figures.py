@@ -5,7 +5,6 @@ import pytest
 
 from tests.support.oracle import allowed
 from torchtitan_cp.attention import AttentionMask, make_plan
-from torchtitan_cp.config.names import format_tokens
 from torchtitan_cp.metrics.figures import (
     attention_owners,
     draw_attention_owners,
@@ -62,14 +61,3 @@ def test_only_an_expert_without_tokens_is_black() -> None:
 
 def test_a_name_with_dollar_signs_is_no_formula() -> None:
     draw_loss_by_position({"$\\x$": ([0, 16], [3.0, 2.0])})
-
-
-def test_lengths_are_written_in_powers_of_two() -> None:
-    assert [format_tokens(length) for length in (100, 512, 1024, 3000, 65536, 1 << 20)] == [
-        "100",
-        "512",
-        "1K",
-        "3000",
-        "64K",
-        "1M",
-    ]

@@ -1,9 +1,11 @@
 """How a node joins and leaves a job, and the exit code of one whose ranks torchrun's agent gives up."""
 
+import io
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +23,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.sections import Job
 from torchtitan_cp.runtime import launcher, nodes
+from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote
 from torchtitan_cp.runtime.watchdog import LOST_RANK
 
 
@@ -252,3 +256,45 @@ def test_a_node_waits_for_the_others_and_not_for_long_once_rank_0_has_left(
     leaving._exit_barrier()
     assert time.monotonic() - begun > 0.25
     assert ("1 of 2 nodes have finished; no longer waiting" in capfd.readouterr().err) == (exit_seconds < 1)
+
+
+@pytest.mark.parametrize(("handler", "hears"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
+def test_under_nohup_a_job_does_not_hear_its_terminal_go(
+    monkeypatch: pytest.MonkeyPatch, handler: signal.Handlers, hears: bool
+) -> None:
+    for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE", FOLDER_VARIABLE):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(launcher, "_run", lambda *job: EndNote(0, ""))
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        assert launcher.launch(["train.py"], 2, 1, launcher.LOCALHOST, Job()) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    handled = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(",")
+    assert handled == ["SIGINT", "SIGQUIT", *(["SIGHUP"] if hears else [])]
+
+
+def test_a_stop_while_the_ranks_of_a_failed_attempt_end_starts_no_other() -> None:
+    agent = object.__new__(launcher.NodeAgent)
+    agent.stopping = threading.Event()
+    agent.stopping.set()
+    with pytest.raises(launcher.JobEndedError) as ended:
+        agent._rendezvous(None)  # type: ignore[arg-type]
+    assert ended.value.args[0].code == 0
+
+
+class Gone(io.StringIO):
+    """A stream whose reader has ended."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_stop_reaches_the_ranks_where_nobody_reads_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, signals = object.__new__(launcher.NodeAgent), list[tuple[int, int]]()
+    agent.stopping, agent.ranks = threading.Event(), {0: 11, 1: 12}
+    monkeypatch.setattr(os, "kill", lambda *of: signals.append(of))
+    monkeypatch.setattr(sys, "stderr", Gone())
+    agent._stop(signal.SIGTERM, None)
+    assert agent.stopping.is_set()
+    assert signals == [(11, signal.SIGTERM), (12, signal.SIGTERM)]

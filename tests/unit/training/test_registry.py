@@ -1,0 +1,83 @@
+"""Sizes of a model that config.json gives, and what contradicts it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from models import ARCHITECTURES
+from tests.support.hub_models import PLAIN, SHAPES, change_config, hub_problem, write_start
+from tests.support.huggingface_families import FAMILIES
+from torchtitan_cp.checkpoint.hub_rope import hub_rope
+from torchtitan_cp.config import load_config
+from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.training.registry import model_args_of, register, start_config
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_sizes_that_the_config_leaves_out_are_the_checkpoints(tmp_path: Path, family: str) -> None:
+    path = write_start(tmp_path, family)
+    typed, read = (model_args_of(load_config(path, overrides).model) for overrides in ((), PLAIN))
+    assert read.vocab_size == 288
+    # The same windows can be written in several ways.
+    assert dataclasses.replace(read, windows=typed.windows) == typed
+    assert read.layer_windows == typed.layer_windows
+
+
+def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = write_start(tmp_path, "mistral")
+    args = model_args_of(load_config(path, []).model)
+    assert (args.vocab_size, args.windows) == (288, (20,)), "the vocabulary is the checkpoint's"
+    message = hub_problem(path, "--model.overrides.n_layers=2", "--model.overrides.windows=[0]")
+    assert "n_layers = 2, not 4, windows = (0,), not (20,)" in message
+    assert "leave out model.flavor and these overrides" in message
+    assert "model.overrides contradicts" in hub_problem(path, "--model.flavor=", "--model.overrides={n_layers = 2}")
+    assert "model.flavor contradicts" in hub_problem(path, "--model.flavor=60M", "--model.overrides={}")
+    fresh = load_config(path, ["--model.load_weights=false", "--model.overrides.n_layers=2"])
+    assert model_args_of(fresh.model).n_layers == 2
+    absent = hub_problem(path, "--model.hub_checkpoint=/none")
+    assert "cannot be read: No such file" in absent
+    assert "as `hf download --local-dir` makes it" in absent
+    assert f"a path is relative to the current directory, {Path.cwd()}" in absent
+    change_config(tmp_path / "hub", model_type="gpt2")
+    assert "model_type is 'gpt2', and this architecture is llama, mistral" in hub_problem(path)
+    change_config(tmp_path / "hub", model_type="llama", attention_bias=True)
+    assert "attention_bias is True, and these blocks have False" in hub_problem(path)
+    change_config(tmp_path / "hub", model_type=["llama"])
+    assert "config.json: unhashable type: 'list'" in hub_problem(path)
+    change_config(tmp_path / "hub", model_type="llama", attention_bias=False, num_attention_heads=0)
+    assert "every size must be at least 1" in hub_problem(path, *PLAIN)
+    change_config(tmp_path / "hub", num_attention_heads="4")
+    assert "config.json: num_attention_heads is '4', in quotes" in hub_problem(path)
+    (tmp_path / "hub" / "config.json").write_text("null")
+    assert "config.json cannot be read: 'NoneType' object is not iterable" in hub_problem(path)
+    assert "~nobody-here/config.json cannot be read" in hub_problem(path, "--model.hub_checkpoint=~nobody-here")
+    (tmp_path / "hub" / "config.json").write_text('{"model_type": "llama"}')
+    assert "config.json has no 'num_attention_heads'" in hub_problem(path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "huggingface"])
+def test_quantized_weights_are_refused_and_a_model_of_their_sizes_is_not_quantized(
+    tmp_path: Path, architecture: str
+) -> None:
+    path, chosen = write_start(tmp_path, "llama"), (*PLAIN, f"--model.architecture={architecture}")
+    plain = model_args_of(load_config(path, chosen).model)
+    change_config(tmp_path / "hub", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    message = hub_problem(path, *chosen)
+    assert "its weights are quantized (quantization_config)" in message
+    assert "fix: use a checkpoint in bfloat16 or float32, or model.load_weights = false" in message
+    fresh = ["--model.load_weights=false"], ["--model.hub_checkpoint=", f"--model.config={tmp_path / 'hub'}"]
+    for overrides in fresh:
+        assert model_args_of(load_config(path, [*chosen, *overrides]).model) == plain
+    config = (tmp_path / "hub" / "config.json").read_text()
+    (tmp_path / "hub" / "config.json").write_text(f'{{"model_type": "mistral3", "text_config": {config}}}')
+    assert "its weights are quantized" in hub_problem(path, *chosen)
+
+
+def test_the_models_own_theta_is_its_familys_where_config_json_has_none(tmp_path: Path) -> None:
+    register(ARCHITECTURES)
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["Mixtral"]))
+    model = Model(architecture="huggingface", config=str(tmp_path))
+    assert "rope_theta" not in FAMILIES["Mixtral"]
+    assert hub_rope(start_config(model, model_args_of(model))) == Rope(1e6)
