@@ -1,20 +1,11 @@
-"""Parameter groups, implementations, and where the state is kept."""
-
-import importlib
-import logging
-import re
-from typing import Any
+"""Parameter groups: which decay, and which rule takes a parameter."""
 
 import pytest
 import torch
 
-from tests.support.small_net import assert_same, names_of, small_net, train, weights
-from torchtitan_cp.config import ConfigError, names
+from tests.support.small_net import names_of, small_net
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
-from torchtitan_cp.optim.offload import keep_state_on_host
-from torchtitan_cp.optim.optimizers import OPTIMIZERS
-from torchtitan_cp.optim.rules import check_rules
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
@@ -51,68 +42,3 @@ def test_the_first_rule_that_matches_a_parameter_rules_it() -> None:
     }
     set_learning_rates(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.5, 0.25]
-
-
-@pytest.mark.parametrize("rules", [("nrom",), ("norm", "norm.weight")])
-def test_a_rule_that_matches_nothing_is_refused_by_name(rules: tuple[str, ...]) -> None:
-    index, last = len(rules) - 1, rules[-1]
-    with pytest.raises(ConfigError) as caught:
-        check_rules(tuple(map(ParameterGroup, rules)), [name for name, _ in small_net().named_parameters()])
-    assert f"optimizer.groups[{index}].match = '{last}' matches no parameter that an earlier rule" in str(caught.value)
-    assert "names are like tok_embeddings.weight, layers.0.bias, norm.weight" in str(caught.value)
-
-
-def test_a_rule_for_another_pipeline_stage_is_not_refused() -> None:
-    settings = Optimizer(groups=(ParameterGroup("output"),))
-    check_rules(settings.groups, ["tok_embeddings.weight", "output.weight"])
-    build_optimizer(small_net(), settings)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"name": "muon"},
-        {"groups": (ParameterGroup("norm", 0.1, 0.2),)},
-    ],
-    ids=["adamw", "muon", "groups"],
-)
-def test_state_kept_on_the_host_changes_no_step_and_is_fetched_a_parameter_at_a_time(options: dict[str, Any]) -> None:
-    model, twin = small_net(), small_net()
-    optimizer, other = (build_optimizer(m, Optimizer(**options)) for m in (model, twin))
-    taken: list[list[int]] = []
-    optimizer.register_step_pre_hook(lambda *_: taken.append([len(g["params"]) for g in optimizer.param_groups]))
-    keep_state_on_host(optimizer, OPTIMIZERS[options.get("name", "adamw")].parts)
-    groups = optimizer.param_groups
-    for _ in range(3):
-        train(model, optimizer, 1)
-        train(twin, other, 1)
-        assert_same(weights(model), weights(twin), rtol=0)
-    assert optimizer.param_groups is groups
-    assert taken == [[1]] * 3 * len(weights(model))
-    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
-        for name, value in other.state[its].items():
-            assert torch.equal(optimizer.state[mine][name], value), name
-
-
-def test_offloading_says_that_it_is_inactive_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        build_optimizer(small_net(), Optimizer(offload_state=True))
-    assert "optimizer.offload_state is inactive" in caplog.text
-
-
-def test_a_missing_torchao_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.import_module
-
-    def missing(name: str) -> Any:
-        if name.startswith("torchao"):
-            raise ImportError(name)
-        return found(name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=re.escape("pip install 'torchtitan-cp[float8]'")):
-        build_optimizer(small_net(), Optimizer(state="8bit"))
-
-
-def test_config_and_registry_name_the_same_optimizers() -> None:
-    assert tuple(OPTIMIZERS) == names.OPTIMIZERS

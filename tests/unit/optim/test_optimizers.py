@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config import Config, ConfigError, names
 from torchtitan_cp.config.sections import Optimizer, Parallel
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
 
@@ -28,3 +28,7 @@ def test_a_run_is_known_by_what_its_moments_are_of() -> None:
     assert OPTIMIZERS["muon"].identity(muon, 0, 1) == {"optimizer": "muon, state in float32"}
     assert OPTIMIZERS["muon"].identity(muon, 8, 1) == {"optimizer": "muon, experts too, state in float32"}
     assert OPTIMIZERS["adamw"].identity(eight, 0, 2)["the tensor-parallel degree of 8-bit moments"] == 2
+
+
+def test_config_and_registry_name_the_same_optimizers() -> None:
+    assert tuple(OPTIMIZERS) == names.OPTIMIZERS

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from models import ARCHITECTURES
 from models.huggingface.args import args_from_config
@@ -14,7 +13,6 @@ from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.dry_run import dry_run
 from torchtitan_cp.planner.estimate import plan_config
-from torchtitan_cp.planner.fake import FakeMode
 from torchtitan_cp.training.registry import register
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 512}
@@ -99,19 +97,3 @@ def test_a_mixture_is_walked_in_fp32_too(tmp_path: Path) -> None:
     )
     assert single.by_kind["weights"] == half.by_kind["weights"]
     assert half.peak_bytes < single.peak_bytes < 2 * half.peak_bytes
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "grouped"), [((12, 4), (3, 4, 8), 12), ((4, 12), (12, 8), 12), ((3, 8, 4), (3, 4, 16), 0)]
-)
-def test_a_grouped_product_without_data_has_the_shape_of_the_real_one(
-    a: tuple[int, ...], b: tuple[int, ...], grouped: int
-) -> None:
-    def product() -> torch.Tensor:
-        ends = torch.tensor([2, 7, grouped], dtype=torch.int32) if grouped else None
-        return torch._grouped_mm(torch.randn(a), torch.randn(b), offs=ends)
-
-    with FakeMode(allow_non_fake_inputs=True):
-        fake = product()
-    real = product()
-    assert (fake.shape, fake.dtype) == (real.shape, real.dtype)

@@ -10,9 +10,10 @@ from benchmarks.simulation import simulate
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.layouts import ROW_PAIRS
+from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.strategy_costs import Heads, Rates, layer_of, step_pairs
+from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS, Heads, Rates, layer_of, step_pairs
 
 SLOW, FAST = 1e6, 1e30  # FLOP/s beside which messages are free, and beside which work is
 
@@ -116,3 +117,7 @@ def test_a_row_of_keys_and_values_costs_the_pairs_that_are_computed_while_it_tra
     assert across / within == pytest.approx(device.link_bandwidth / device.network_bandwidth)
     for found, default in zip((within, across), ROW_PAIRS, strict=True):
         assert default / 2 < found < default * 2
+
+
+def test_the_planner_has_formulas_for_every_exchange() -> None:
+    assert set(STRATEGY_COSTS) == set(STRATEGIES)

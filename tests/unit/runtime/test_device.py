@@ -1,16 +1,10 @@
-"""Random numbers of a step follow from the step; what is counted while it is looked at."""
-
-import socket
-from datetime import timedelta
+"""The device of a rank: its random numbers, memory that it gives back, and starts that are refused."""
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.parallel.stopwatch import Stopwatch
 from torchtitan_cp.runtime.device import Device, seed_step, start_ranks
-from torchtitan_cp.runtime.gloo import use_one_thread
 
 
 def drawn(*step: object) -> float:
@@ -29,25 +23,6 @@ def test_a_step_draws_the_same_numbers_again_and_another_one_others() -> None:
     ]
     assert len(set(numbers)) == len(numbers)
     assert drawn(0, 0, 5, (0, 0)) == numbers[0]
-
-
-def test_an_interval_that_ends_while_it_is_looked_at_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Event:
-        """Ends when it is asked the second time."""
-
-        asked = 0
-
-        def query(self) -> bool:
-            self.asked += 1
-            return self.asked > 1
-
-        def elapsed_time(self, stop: object) -> float:
-            return 1000.0
-
-    watch = Stopwatch(torch.device("cpu"))
-    watch.on_cuda = True
-    watch.intervals = [(Event(), Event())]
-    assert (watch.take(), watch.take(), watch.take()) == (0.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(("kind", "emptied"), [("cpu", []), ("cuda", [()])])
@@ -77,16 +52,3 @@ def test_a_process_that_no_launcher_started_is_told_how_to_start(monkeypatch: py
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="no launcher started this process"):
         start_ranks(10.0)
-
-
-@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-def test_an_interface_without_an_address_is_named_with_the_others(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_one_thread()
-    interfaces = [*socket.if_nameindex(), (99, "eth99")]
-    monkeypatch.setattr(socket, "if_nameindex", lambda: interfaces)
-    monkeypatch.setenv(variable, "eth99")
-    with pytest.raises(ConfigError, match=rf"{variable} = 'eth99', and \S+ has no address there") as raised:
-        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=1))
-    assert interfaces[0][1] in str(raised.value)

@@ -105,15 +105,6 @@ def test_a_name_that_is_a_loopback_address_on_node_0_itself_is_refused(
     assert (place.endpoint, place.local_addr) == ("localhost:1", None)
 
 
-def test_a_node_knows_itself_by_name_and_by_any_address_of_its_interfaces() -> None:
-    assert [nodes.is_own(host) for host in (socket.gethostname(), "127.0.0.1", "127.9.8.7", "192.0.2.1")] == [
-        True,
-        True,
-        True,
-        False,
-    ]
-
-
 def test_a_job_at_another_jobs_endpoint_is_refused(meeting: launcher.RendezvousParameters, node_0: TCPStore) -> None:
     launcher._join(meeting, threading.Event())
     meeting.config["folder"] = "other"

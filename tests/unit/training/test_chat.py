@@ -1,7 +1,6 @@
 """What follows from a chat template: where it is found, the frame of a prompt, the tokens that end an answer."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from torchtitan_cp.training.chat import (
     end_tokens_of,
     prompt_frame,
 )
-from torchtitan_cp.training.evaluator import Evaluator
 
 CHATML = plain("chatml")
 END, START_TURN, END_TURN = (SPECIAL.index(token) for token in ("</s>", "<|im_start|>", "<|im_end|>"))
@@ -140,21 +138,3 @@ def test_a_run_takes_the_template_of_its_conversations_and_else_of_its_tokenizer
     more += ["[[data.sources]]", 'name = "most"', 'source = "python-docstrings"']
     run = config_of(tmp_path, *lines, *sources, *more)
     assert [template.source for template in chat_templates_of(run)] == ["own", CHATML]
-
-
-def test_retrieval_is_left_out_where_the_template_takes_no_question(tmp_path: Path) -> None:
-    (tmp_path / "own.jinja").write_text("{{ raise_exception('a system message comes first') }}")
-    lines = ["[tokenizer]", 'kind = "bytes"', "[data]", 'source = "python-docstrings"']
-    config = config_of(tmp_path, *lines, f'chat_template = "{tmp_path / "own.jinja"}"')
-    stage = SimpleNamespace(cp=1, tp=1, seq_len=64)
-    pipeline = SimpleNamespace(
-        config=config,
-        corpus=SimpleNamespace(tokenizer=ByteTokenizer()),
-        filler=None,
-        held_out={"corpus": None},
-        stage_data=lambda _: SimpleNamespace(mixture={"corpus": 1.0}),
-    )
-    evaluator = Evaluator(None, pipeline, (stage,), None, None)  # type: ignore[arg-type]
-    assert evaluator.measure_retrieval(stage, None) == {}  # type: ignore[arg-type]
-    [left_out] = evaluator.left_out
-    assert left_out.startswith("retrieval: the chat template does not take these messages (of user): template error:")

@@ -94,3 +94,15 @@ def test_the_page_has_the_table_of_these_families() -> None:
     lacking = tuple(f"| {name} |" for name in LACKING)
     rows = [line for line in page.splitlines(keepends=True) if not line.startswith(lacking)]
     assert as_markdown() in "".join(rows), "python -m tests.support.huggingface_families prints it"
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"), [("DeepSeek-V3", [1]), ("GLM-4.5", [1]), ("Qwen3-MoE", []), ("ERNIE 4.5 MoE", [])]
+)
+def test_biases_of_transformers_are_found_by_their_layer(family: str, layers: list[int]) -> None:
+    model = HuggingFaceModel(args_from_config(FAMILIES[family], {}), LayerAttention())
+    assert list(model.router_biases) == layers
+    for number, bias in model.router_biases.items():
+        assert bias.shape == (model.args.probe.layers[number].n_experts,)
+        assert bias.dtype == torch.float32
+        assert any(bias is own for own in model.buffers())

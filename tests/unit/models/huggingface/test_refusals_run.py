@@ -3,12 +3,9 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from models.huggingface.attention import attention
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, REFUSED, eager_model
 from tests.support.huggingface_parity import write_config
@@ -60,24 +57,6 @@ def test_a_rope_that_an_export_cannot_say_is_refused_before_a_run_that_is_to_exp
     assert main([*run, f"--curriculum.stages=[{{{stage}, original_seq_len = 128}}}}]"]) == 2
     assert "original_seq_len has to be that" in capsys.readouterr().err
     assert main([*run, f"--curriculum.stages=[{{{stage}, original_seq_len = 64}}}}]"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("keywords", "what"),
-    [
-        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "a mask"),
-        ({"dropout": 0.1}, "dropout"),
-        ({"position_bias": torch.ones(1), "unused": None}, "position_bias"),
-        ({"s_aux": torch.ones(1, 4)}, "sinks by token"),
-    ],
-)
-def test_a_layer_that_asks_for_more_than_attention_across_ranks_has_is_refused(
-    keywords: dict[str, Any], what: str
-) -> None:
-    q = torch.ones(1, 1, 4, 8)
-    keywords = {"attention_mask": None, **keywords}
-    with pytest.raises(ValueError, match=f"Linear calls attention with {what}, which is not supported"):
-        attention(torch.nn.Linear(1, 1), q, q, q, **keywords)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Experts against a loop over tokens."""
+"""Experts against a loop over tokens, routers against transformers and plain formulae, and the losses they add."""
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from models.moe import Moe, MoeArgs
-from models.moe.model import Experts, MoeBlock, Router
+from models.moe import model as moe
+from models.moe.model import Experts, MoeBlock, Router, swiglus
 from tests.support.runs import EXPERTS, write_run
 from torchtitan_cp.cli import check as preflight
+from torchtitan_cp.training.plain_attention import PlainAttention
 
 SHAPE = MoeArgs(48, 2, 4, 2, 16, 40, 97, n_experts=6, experts_per_token=2, balance=0.5)
 
@@ -177,3 +182,141 @@ def test_what_experts_cannot_have_is_refused_before_a_rank_starts(
     path = write_run(tmp_path, EXPERTS)
     assert preflight.main([str(path), "--ranks", "2", override]) == 2
     assert message in capsys.readouterr().err
+
+
+DEEPSEEK = MoeArgs(
+    *(48, 2, 4, 2, 16, 40, 97),
+    n_experts=16,
+    experts_per_token=4,
+    score_function="sigmoid",
+    routed_scaling_factor=2.5,
+    n_groups=4,
+    groups_per_token=2,
+    n_shared_experts=2,
+    expert_bias=True,
+)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("draw", range(3))
+def test_a_router_of_deepseek_v3_chooses_what_transformers_chooses(normalized: bool, draw: int) -> None:
+    torch.manual_seed(draw)
+    args = dataclasses.replace(DEEPSEEK, normalize_shares=normalized)
+    config = DeepseekV3Config(
+        hidden_size=48,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=normalized,
+        routed_scaling_factor=2.5,
+    )
+    ours, theirs = Router(args), DeepseekV3TopkRouter(config)
+    bias: Any = ours.expert_bias
+    with torch.no_grad():
+        bias.normal_(0.0, 0.3)
+        theirs.weight.copy_(ours.gate.weight)
+        theirs.e_score_correction_bias.copy_(bias)
+    x = torch.randn(2, 50, 48)
+    _, _, chosen, shares = ours(x)
+    _, want_shares, want_chosen = theirs(x)
+    for row, want_row in (
+        (
+            shares.flatten(0, 1).gather(1, chosen.flatten(0, 1).argsort(1)),
+            want_shares.gather(1, want_chosen.argsort(1)),
+        ),
+        (chosen.flatten(0, 1).sort(1).values, want_chosen.sort(1).values),
+    ):
+        assert torch.allclose(row, want_row, rtol=1e-6)
+    bias.zero_()
+    assert not torch.equal(ours(x)[2], chosen), "the bias changes choices"
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_balance_and_z_loss_are_their_formulae_in_value_and_gradient(score_function: str) -> None:
+    args = dataclasses.replace(DEEPSEEK, score_function=score_function, balance=0.5, router_z_loss=0.25)
+    block = MoeBlock(args, PlainAttention(), 0)
+    hidden = torch.randn(3, 10, 48).requires_grad_()
+    got = block.router_losses(hidden, None)
+    found = torch.autograd.grad(got, (hidden, block.router.gate.weight))
+
+    logits = F.rms_norm(hidden, (48,), block.ffn_norm.weight, 1e-5) @ block.router.gate.weight.T
+    if score_function == "softmax":
+        probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    else:
+        scores = 1 / (1 + torch.exp(-logits))
+        probabilities = scores / scores.sum(-1, keepdim=True)
+    chosen = block.router(block.ffn_norm(hidden))[2]
+    want = 0.25 * logits.exp().sum(-1).log().square().sum()
+    for row in range(3):
+        for expert in range(16):
+            share = (chosen[row] == expert).sum() / 40
+            want = want + 0.5 * 16 * share * probabilities[row, :, expert].sum()
+    assert got.item() == pytest.approx(want.item(), rel=1e-5)
+    for mine, plain in zip(found, torch.autograd.grad(want, (hidden, block.router.gate.weight)), strict=True):
+        assert (mine - plain).norm() < 1e-5 * plain.norm()
+
+
+def test_grouped_products_are_those_of_each_expert_and_leave_no_gradient_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = torch.tensor([5, 0, 11, 0])
+    rows = torch.randn(16, 24).bfloat16()
+    weights = [torch.randn(4, *shape).mul(0.2).bfloat16() for shape in ((40, 24), (40, 24), (24, 40))]
+    noise, found = torch.randn(16, 24).bfloat16(), []
+    for grouped in (False, True):
+        monkeypatch.setattr(moe, "has_grouped_products", lambda *_, grouped=grouped: grouped)
+        given = [x.clone().requires_grad_() for x in (rows, *weights)]
+        out = swiglus(given[0], counts, *given[1:])
+        found.append([out, *torch.autograd.grad((out * noise).sum(), given)])
+    for loop, kernel in zip(*found, strict=True):
+        assert (loop - kernel).float().norm() <= 2**-7 * loop.float().norm()
+        assert kernel.ndim == 2 or not kernel[[1, 3]].any()
+
+
+def test_fewer_experts_than_the_model_has_take_no_tokens_or_some() -> None:
+    experts = MoeBlock(DEEPSEEK, PlainAttention(), 0).experts
+    for name, parameter in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(torch.randn_like(parameter[:3])))
+    for rows in (0, 4):
+        experts.zero_grad()
+        out = experts(torch.randn(rows, 48), torch.arange(rows).view(-1, 1) % 2, torch.ones(rows, 1))
+        assert out.shape == (rows, 48)
+        out.sum().backward()
+        for parameter in experts.parameters():
+            assert parameter.grad is not None
+            assert [bool(of_one.any()) for of_one in parameter.grad] == [rows > 0, rows > 0, False]
+
+
+def test_biases_start_at_zero_and_are_saved_with_the_weights() -> None:
+    with torch.device("meta"):
+        model = Moe(DEEPSEEK, PlainAttention())
+    model.keep_layers(1, 2)
+    model.to_empty(device="cpu")
+    assert {number: bias.tolist() for number, bias in model.router_biases.items()} == {1: [0.0] * 16}
+    assert model.router_biases[1].dtype == torch.float32
+    assert "layers.1.router.expert_bias" in model.state_dict()
+    assert not Moe(dataclasses.replace(DEEPSEEK, expert_bias=False), PlainAttention()).router_biases
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"score_function": "tanh"}, "score_function = 'tanh' is none of softmax, sigmoid"),
+        ({"n_groups": 3}, "groups_per_token = 2 of n_groups = 3 cannot be chosen"),
+        ({"groups_per_token": 5}, "groups_per_token = 5 of n_groups = 4 cannot be chosen"),
+        ({"n_groups": 16}, "n_groups = 16 leaves a group one expert"),
+        ({"experts_per_token": 9}, "experts_per_token = 9 are more than 2 groups have"),
+        ({"router_z_loss": -1.0}, "cannot be negative"),
+    ],
+)
+def test_options_that_fit_no_model_are_refused(options: dict[str, Any], problem: str) -> None:
+    assert problem in (dataclasses.replace(DEEPSEEK, **options).problem() or "")
+
+
+def test_sizes_are_those_of_the_model() -> None:
+    assert DEEPSEEK.problem() is None
+    model = Moe(DEEPSEEK, PlainAttention())
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "tok_embeddings" not in name)
+    assert DEEPSEEK.matrix_parameters() == matrices
+    unused = 2 * sum(p[4:].numel() for p in MoeBlock(DEEPSEEK, PlainAttention(), 0).experts.parameters())
+    assert DEEPSEEK.linear_parameters() == matrices - unused
+    assert DEEPSEEK.active_ffn_dim == (4 + 2) * 40

@@ -1,74 +1,20 @@
-"""The command as a user meets it, and estimates that follow from what changes."""
+"""Estimates that follow from what changes: lengths, ranks, networks, activation modes and kernels."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import ARCHITECTURES
+from tests.support.long_plans import LONG, estimates
 from tests.support.recurrence import delta_rule
 from torchtitan_cp.attention import AttentionMask
-from torchtitan_cp.attention.strategies import STRATEGIES
-from torchtitan_cp.cli.plan import main
 from torchtitan_cp.config import load_config
-from torchtitan_cp.data.batches.loader import READ_AHEAD
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.estimate import RECURRENCE_RATE, Estimate, _outer_seconds, _rank_seconds, plan_config
+from torchtitan_cp.planner.estimate import RECURRENCE_RATE, _outer_seconds, _rank_seconds, plan_config
 from torchtitan_cp.planner.parameters import total_parameters
-from torchtitan_cp.planner.report import format_duration
-from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 from torchtitan_cp.training.registry import register
-
-LONG = "train_configs/llama3_8b_4k_to_1m.toml"
-
-
-def estimates(path: str, *overrides: str, nodes: int = 8, device: str = "h100-80g") -> tuple[Estimate, ...]:
-    register(ARCHITECTURES)
-    return plan_config(load_config(path, overrides), make_cluster(device, nodes))
-
-
-def test_every_stage_of_the_long_recipe_is_estimated_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([LONG, "--nodes", "8"]) == 0
-    printed = capsys.readouterr().out
-    assert "8,030,261,248 parameters" in printed
-    assert len(re.findall(r"^ +stage +4K +16K +64K +256K +512K +1M *$", printed, re.MULTILINE)) == 4
-    assert re.search(r"^ +strategy +ring +ring +all_to_all +hybrid +hybrid +hybrid *$", printed, re.MULTILINE)
-
-
-def test_what_does_not_fit_is_said_with_how_much_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([LONG, "--nodes", "8", "--activation.checkpoint=none", "--curriculum.stages[2].cp=1"]) == 1
-    printed = capsys.readouterr().out
-    assert re.search(r"DOES NOT FIT: 64K needs [\d.]+ GiB a rank, [\d.]+ more than the device has, during", printed)
-    assert re.search(r"^ +fits +yes +NO +NO ", printed, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "wanted"),
-    [
-        (["--nodes", "3"], "curriculum.stages[0].global_batch_tokens"),
-        (["--nodes", "128", "--parallel.tp=16"], "parallel.tp = 16 does not divide the model's n_kv_heads"),
-        (["--model.flavor=9B"], "model.flavor = '9B' is not known"),
-        (
-            ["--model.architecture=moe", "--model.flavor=qwen3-30B-A3B", "--compile.enable=true", "--nodes", "16"],
-            "compile.enable is not supported by",
-        ),
-        (["--context_parallel.kernel=cpu"], "attention kernel 'cpu' cannot run this: it runs on cpu, not cuda"),
-    ],
-)
-def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str) -> None:
-    assert main([LONG, "--nodes", "8", *arguments]) == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith(f"error: {LONG}: ")
-    assert wanted in errors
-
-
-def test_an_unknown_device_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([LONG, "--device", "tpu"])
-    assert re.search(r"'?h100-80g'?, '?h200-141g'?, '?a100-80g'?, '?b200-192g'?, '?cpu'?", capsys.readouterr().err)
 
 
 def test_seconds_of_a_step_are_the_sum_of_their_kinds_and_mfu_follows() -> None:
@@ -129,12 +75,6 @@ def test_auto_plans_a_ring_for_layers_with_a_window_beside_heads_that_are_traded
     planned = estimates(LONG, *traded)[2]
     assert planned.strategy == planned.layer_strategy(planned.stage.seq_len) == "all_to_all"
     assert planned.layer_strategy(1024) == "ring"
-
-
-def test_the_report_names_the_kernels_and_their_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([LONG, "--nodes", "8", "--curriculum.stages[1].data={document_mask = true}"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "attention by cudnn at 59% forward and 54% backward, attention by flash at 34% forward and 32%" in said
 
 
 @pytest.mark.parametrize(("schedule", "held"), [("1f1b", [4, 3, 2, 1]), ("zbv_zero_bubble", [4] * 4)])
@@ -240,109 +180,3 @@ def test_a_layer_with_a_state_takes_the_products_of_the_recurrence(checkpoint: s
     added = {name: seconds - attending[name] for name, seconds in _rank_seconds(planned, own).items()}
     layers = 24 * planned.stage.micro_batches
     assert added["attention"] == pytest.approx(layers * (forwards + 2) * flops * planned.tokens / rate)
-
-
-def test_what_makes_attention_cheaper_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([LONG, "--nodes", "8", "--data.document_mask=true"]) == 0
-    said = "4K is planned as one causal sequence: document_mask makes it cheaper"
-    assert said in capsys.readouterr().out
-
-
-def test_the_planner_has_formulas_for_every_exchange() -> None:
-    assert set(STRATEGY_COSTS) == set(STRATEGIES)
-
-
-def test_no_stage_is_one_message_for_every_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "none.toml"
-    path.write_text('[tokenizer]\nkind = "bytes"\n')
-    for device in ("h100-80g", "here"):
-        assert main([str(path), "--device", device]) == 2
-        assert "there is no stage to train" in capsys.readouterr().err
-
-
-ONE_GPU = (
-    "--curriculum.stages=[{seq_len = 131072, steps = 1, global_batch_tokens = 131072}]",
-    "--lr_scheduler.warmup_steps=0",
-    "--activation.checkpoint=full",
-)
-
-
-def alone(*overrides: str, **given: float) -> Estimate:
-    """The long recipe's model at 128K on one H100."""
-    register(ARCHITECTURES)
-    cluster = make_cluster("h100-80g", ranks_per_node=1, **given)
-    return plan_config(load_config(LONG, (*ONE_GPU, *overrides)), cluster)[0]
-
-
-def test_host_memory_is_what_is_offloaded_the_batches_and_a_checkpoints_copy() -> None:
-    plain = alone("--checkpoint.enable=false")
-    parameters = total_parameters(plain.args)
-    batches = plain.host["batches"]
-    assert sum(plain.host.values()) == batches == 2 * (READ_AHEAD + 1) * 131072 * 2 * 8
-    offloaded = alone("--checkpoint.enable=false", "--activation.offload=true").host
-    assert offloaded["activations"] == 32 * 131072 * 4096 * 2  # the input of each layer, a power of two
-    weights = alone("--parallel.fsdp_cpu_offload=true").host
-    # A matrix of the MLP has 4,096 x 14,336 numbers, and pinned memory is taken in powers of two.
-    assert weights["weights"] == weights["gradients"] == pytest.approx(4 * parameters * 16384 / 14336)
-    assert weights["optimizer"] == 8 * parameters
-    assert weights["checkpoint"] == 12 * parameters
-    assert alone("--optimizer.offload_state=true").host["optimizer"] == pytest.approx(8 * parameters * 16384 / 14336)
-
-
-@pytest.mark.parametrize("seq_len", [98304, 131072, 131073])
-def test_pinned_activations_take_the_next_power_of_two(seq_len: int) -> None:
-    length = f"--curriculum.stages=[{{seq_len = {seq_len}, steps = 1, global_batch_tokens = {seq_len}}}]"
-    host = alone("--activation.offload=true", length).host
-    assert host["activations"] == 32 * (2**30 if seq_len <= 131072 else 2**31)
-
-
-def test_ranks_of_a_node_share_its_host() -> None:
-    one, eight = (
-        estimates(LONG, "--activation.offload=true", "--parallel.dp_replicate=1", nodes=nodes)[2] for nodes in (8, 16)
-    )
-    assert one.host["activations"] == eight.host["activations"]
-    fewer = make_cluster("h100-80g", 16, ranks_per_node=4)
-    (_, _, half, *_) = plan_config(load_config(LONG, ["--activation.offload=true"]), fewer)
-    assert half.host["activations"] == one.host["activations"] / 2
-
-
-def test_what_the_host_cannot_hold_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    offload = ("--parallel.fsdp_cpu_offload=true", "--activation.mlp_tiles=8")
-    assert alone(*offload).fits
-    small = alone(*offload, host_bytes=128e9)
-    assert small.fits_device
-    assert not small.fits
-    assert main([LONG, *ONE_GPU, "--gpus-per-node", "1", *offload, "--model.flavor=70B"]) == 1
-    printed = capsys.readouterr().out
-    found = re.search(r"DOES NOT FIT: 128K needs ([\d.]+) GiB a node, ([\d.]+) more than its host has", printed)
-    assert found
-    assert float(found[1]) - float(found[2]) == pytest.approx(0.92 * 2e12 / 2**30, abs=0.2)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "wanted"), [(0.0751, "0.0751 s"), (59, "59 s"), (90, "1.5 min"), (7200, "2 h"), (864000, "10 days")]
-)
-def test_a_duration_has_a_unit_that_suits_it(seconds: float, wanted: str) -> None:
-    assert format_duration(seconds) == wanted
-
-
-def test_the_report_has_durations_and_no_fractions_of_a_day(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main([LONG, *ONE_GPU, "--device", "h200-141g", "--gpus-per-node", "1", "--optimizer.offload_state=true"]) == 0
-    )
-    printed = capsys.readouterr().out
-    assert re.search(r"^[\d.]+ (s|min) in all$", printed, re.MULTILINE)
-    assert re.search(r"^ +duration +[\d.]+ (s|min) *$", printed, re.MULTILINE)
-    assert "e-0" not in printed
-
-
-def test_on_a_cpu_nothing_is_offloaded() -> None:
-    """A run says that it is inactive there: all is in host memory."""
-    offloads = ("parallel.fsdp_cpu_offload", "optimizer.offload_state", "activation.offload")
-    config = "train_configs/quickstart.toml"
-    plain, offloaded = (
-        estimates(config, *(f"--{key}={value}" for key in offloads), nodes=1, device="cpu")
-        for value in ("false", "true")
-    )
-    assert [each.memory.total for each in offloaded] == [each.memory.total for each in plain]
-    assert [each.host for each in offloaded] == [each.host for each in plain]

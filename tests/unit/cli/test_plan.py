@@ -1,0 +1,93 @@
+"""The command `plan` as a user meets it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.long_plans import LONG, ONE_GPU, alone
+from torchtitan_cp.cli.plan import main
+
+
+def test_every_stage_of_the_long_recipe_is_estimated_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LONG, "--nodes", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "8,030,261,248 parameters" in printed
+    assert len(re.findall(r"^ +stage +4K +16K +64K +256K +512K +1M *$", printed, re.MULTILINE)) == 4
+    assert re.search(r"^ +strategy +ring +ring +all_to_all +hybrid +hybrid +hybrid *$", printed, re.MULTILINE)
+
+
+def test_what_does_not_fit_is_said_with_how_much_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LONG, "--nodes", "8", "--activation.checkpoint=none", "--curriculum.stages[2].cp=1"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"DOES NOT FIT: 64K needs [\d.]+ GiB a rank, [\d.]+ more than the device has, during", printed)
+    assert re.search(r"^ +fits +yes +NO +NO ", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--nodes", "3"], "curriculum.stages[0].global_batch_tokens"),
+        (["--nodes", "128", "--parallel.tp=16"], "parallel.tp = 16 does not divide the model's n_kv_heads"),
+        (["--model.flavor=9B"], "model.flavor = '9B' is not known"),
+        (
+            ["--model.architecture=moe", "--model.flavor=qwen3-30B-A3B", "--compile.enable=true", "--nodes", "16"],
+            "compile.enable is not supported by",
+        ),
+        (["--context_parallel.kernel=cpu"], "attention kernel 'cpu' cannot run this: it runs on cpu, not cuda"),
+    ],
+)
+def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str) -> None:
+    assert main([LONG, "--nodes", "8", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {LONG}: ")
+    assert wanted in errors
+
+
+def test_an_unknown_device_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([LONG, "--device", "tpu"])
+    assert re.search(r"'?h100-80g'?, '?h200-141g'?, '?a100-80g'?, '?b200-192g'?, '?cpu'?", capsys.readouterr().err)
+
+
+def test_the_report_names_the_kernels_and_their_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LONG, "--nodes", "8", "--curriculum.stages[1].data={document_mask = true}"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "attention by cudnn at 59% forward and 54% backward, attention by flash at 34% forward and 32%" in said
+
+
+def test_what_makes_attention_cheaper_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LONG, "--nodes", "8", "--data.document_mask=true"]) == 0
+    said = "4K is planned as one causal sequence: document_mask makes it cheaper"
+    assert said in capsys.readouterr().out
+
+
+def test_no_stage_is_one_message_for_every_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "none.toml"
+    path.write_text('[tokenizer]\nkind = "bytes"\n')
+    for device in ("h100-80g", "here"):
+        assert main([str(path), "--device", device]) == 2
+        assert "there is no stage to train" in capsys.readouterr().err
+
+
+def test_what_the_host_cannot_hold_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    offload = ("--parallel.fsdp_cpu_offload=true", "--activation.mlp_tiles=8")
+    assert alone(*offload).fits
+    small = alone(*offload, host_bytes=128e9)
+    assert small.fits_device
+    assert not small.fits
+    assert main([LONG, *ONE_GPU, "--gpus-per-node", "1", *offload, "--model.flavor=70B"]) == 1
+    printed = capsys.readouterr().out
+    found = re.search(r"DOES NOT FIT: 128K needs ([\d.]+) GiB a node, ([\d.]+) more than its host has", printed)
+    assert found
+    assert float(found[1]) - float(found[2]) == pytest.approx(0.92 * 2e12 / 2**30, abs=0.2)
+
+
+def test_the_report_has_durations_and_no_fractions_of_a_day(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main([LONG, *ONE_GPU, "--device", "h200-141g", "--gpus-per-node", "1", "--optimizer.offload_state=true"]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert re.search(r"^[\d.]+ (s|min) in all$", printed, re.MULTILINE)
+    assert re.search(r"^ +duration +[\d.]+ (s|min) *$", printed, re.MULTILINE)
+    assert "e-0" not in printed
