@@ -21,8 +21,8 @@ class CountTracker:
     their values depend on it; in a table, such as one of positions, it does.
 
     Args:
-        local_tokens: of a shard.
-        data: what the sharded sequence comes in.
+        local_tokens: S/P; a count has so many entries along some dim.
+        data: tensors that the sharded sequence comes in.
     """
 
     def __init__(self, local_tokens: int, data: Iterable[Tensor]) -> None:

@@ -59,7 +59,7 @@ def _load_by_names(
         stored: hub name -> slice of a file.
         names: our names -> hub names, with `*` for a layer's number. A second `*` in the hub name numbers the entries
             of our first dim, as each expert is a tensor of its own there.
-        read: see `load_parts`.
+        read: (stored tensor, where it begins in ours, ours, compare=) -> False if `compare` finds other values.
 
     Raises:
         ValueError: a tensor is missing, has another shape or belongs to no parameter, or a tied output is stored too
@@ -91,7 +91,7 @@ def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list
 
     Args:
         shape: of the whole parameter.
-        names: see `_load_by_names`.
+        names: our names -> hub names, with `*` for a layer's number, and a second for an entry of the first dim.
     """
     hub_name = _hub_pattern(name, names)
     if "*" not in hub_name:

@@ -32,7 +32,7 @@ def fill_rope(rope: Rope, config: Mapping[str, Any]) -> Rope:
     """A stage's rotary embedding, with theta and the keys of its kind that the TOML omits from a config.json.
 
     Raises:
-        ConfigError: see `hub_rope`.
+        ConfigError: config.json has a kind that no stage can have, or none that can be read.
     """
     if not {"theta", *KEYS_BY_KIND[rope.kind]}.intersection(rope.omitted):
         return rope

@@ -71,10 +71,10 @@ class CheckpointReader(FileSystemReader):
     """torch's reader, with the table of tensors read by `read_table`.
 
     Args:
-        folder: the checkpoint.
+        folder: a step-N folder with a manifest.
 
     Raises:
-        ConfigError: see `read_table`.
+        ConfigError: the table cannot be read, or names code to run or files outside the checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:

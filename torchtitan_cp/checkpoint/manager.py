@@ -78,7 +78,7 @@ class CheckpointManager:
 
     Args:
         folder: holds step-N folders; made when needed.
-        settings: [checkpoint].
+        settings: how many checkpoints are kept, and whether a save runs beside training.
 
     Attributes:
         newest_step: of the newest checkpoint that was written or loaded here; None before either.

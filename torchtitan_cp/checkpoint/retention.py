@@ -23,11 +23,7 @@ READ_SECONDS = 30.0
 
 
 class Retention:
-    """Chooses the checkpoints to delete, and remembers which ones are intact.
-
-    Args:
-        settings: [checkpoint].
-    """
+    """Chooses the checkpoints to delete, and remembers which ones are intact."""
 
     def __init__(self, settings: Checkpoint) -> None:
         self.settings = settings
@@ -37,7 +33,7 @@ class Retention:
         """Remember a checkpoint that was written or verified.
 
         Args:
-            stamps: of its files, from before they were verified; see `file_stamps`.
+            stamps: sizes and times of its files, from before they were verified; a file that changes is verified again.
         """
         self._known[path] = stamps, intact
 

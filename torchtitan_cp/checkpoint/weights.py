@@ -31,7 +31,7 @@ class SavedModel:
 
     Attributes:
         path: the folder of the checkpoint, in the run's `checkpoints`.
-        config: of the run, with the path of the tokenizer that the run trained and the rope of `stage`.
+        config: as the run wrote it, with the path of the tokenizer that the run trained and the rope of `stage`.
         stage_index: of the last stage that the run had begun, from 0.
         progress: where the run stood.
         tensors: name -> (size, dtype) of each parameter.
@@ -62,7 +62,7 @@ class SavedModel:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The model's sizes, see `training.registry.args_from`."""
+        """The model's sizes by name, the vocabulary among them: what `training.registry.args_from` makes args of."""
         return dict(self.progress.identity["model"])
 
     @property
@@ -90,7 +90,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
     Args:
         path: a checkpoint's folder in its run, whatever its name, or a link to one; or a run's folder, whose newest
             checkpoint is taken.
-        collective: see `verify_checkpoint`.
+        collective: all ranks call, and share the work of verifying.
 
     Raises:
         ConfigError: there is none, it is damaged, or the run's config.toml is not where the run wrote it.

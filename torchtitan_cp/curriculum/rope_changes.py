@@ -29,7 +29,6 @@ def rope_notes(
     """Compare each stage with the one before it, and the first with the weights that training starts from.
 
     Args:
-        stages: of the curriculum.
         own: the model's own rotary embedding, of a stage without `rope`; None: one that no stage can have.
         trained_tokens: longest sequence of the weights that training starts from; 0: they are fresh.
         span_tokens: tokens that the widest attention of the model spans; 0: all.

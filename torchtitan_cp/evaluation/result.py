@@ -77,7 +77,7 @@ class EvaluationResult:
         """The numbers to plot, by name.
 
         Args:
-            seq_len: of the stage.
+            seq_len: accuracies are those of the longest prompts up to it.
         """
         sources = self.by_source if len(self.by_source) > 1 else {}
         values = {

@@ -298,7 +298,7 @@ class Diagnoser:
         loss: the module of the loss, which the last part calls.
         vocabulary: V.
         tp_mesh: of tensor parallelism; None without it.
-        device: of this rank.
+        device: where values of ranks are compared.
         run_step: runs a step again, always without torch.compile.
         compiled: whether the run itself uses torch.compile.
     """
@@ -316,7 +316,7 @@ class Diagnoser:
 
         Args:
             micro_batches: of the step, each with `tokens`, `labels`, `plan` and the `numbers` of its sequences.
-            report: of the step.
+            report: what the step was found bad by: non-finite values, else spikes.
             healthy: micro-batches of the newest healthy step, with which a spike is compared; empty if there is none.
         """
         if not (report.findings or healthy):

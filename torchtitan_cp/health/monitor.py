@@ -67,10 +67,10 @@ class HealthMonitor:
     the parameters' gradients are summed over ranks before they can be read. Forwards without gradients are ignored.
 
     Args:
-        settings: [health].
+        settings: which finite values count as spikes.
         parts: the model's modules on this rank; the keys of their `layers` are block numbers of the whole model.
         blocks: number of blocks of the whole model.
-        device: of this rank.
+        device: where the largest values are kept until the step is checked.
 
     Attributes:
         spikes: finds spikes; its `recent` numbers are saved in checkpoints.
@@ -118,7 +118,7 @@ class HealthMonitor:
                 the largest logit of this rank.
             square_norms: `[blocks + 1]`, this rank's share of the squared gradient norm of each block, and of the
                 parameters outside the blocks.
-            peak_memory_bytes: of this rank.
+            peak_memory_bytes: most device memory that this rank held; the report has the largest of all ranks.
             requests: whether this rank asks to stop, and to save, after the step.
         """
         largest_values = self.pop_largest()

@@ -22,9 +22,9 @@ class RecoveryState:
     """Counts of bad steps and of what followed them, saved in checkpoints as plain JSON.
 
     Attributes:
-        skips: bad steps in a row, since a healthy step or the last rollback; all_skips: of the run.
+        skips: bad steps in a row, since a healthy step or the last rollback.
+        all_skips, rollbacks: totals since the run began, with those before it was resumed.
         bad_steps: in a row, since a healthy step or a rollback; a checkpoint saved amid them is not rolled back to.
-        rollbacks: of the run.
         healthy_steps: since the last rollback, or the run's start.
         rolled_back_to: step of the checkpoint that the last rollback loaded; -1: none.
         replays: bad steps for which a bundle was written.
@@ -43,7 +43,7 @@ class RecoveryPolicy:
     """Counts bad steps and chooses what follows each.
 
     Args:
-        settings: [health].
+        settings: what follows a bad step, and how often.
         state: fields of RecoveryState by name, from a checkpoint. Those of earlier versions are not read.
     """
 

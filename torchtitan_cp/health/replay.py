@@ -90,7 +90,7 @@ def save_bundle(
 
     Args:
         found: diagnosis of the step.
-        micro_batches: of the step.
+        micro_batches: this rank's share of the step, of which the culprit's one is written.
         about: more entries of the report.
 
     Returns:

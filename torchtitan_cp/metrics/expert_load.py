@@ -19,7 +19,7 @@ def expert_fields(counts: Tensor, entropy: Tensor, tokens: int) -> dict[str, Any
     """Fields of StepRecord about experts.
 
     Args:
-        counts: see `expert_loads`.
+        counts: `[layers, X]`, tokens that each expert was sent.
         entropy: `[layers]`, entropy of the router's shares for a token, in nats, summed over tokens.
         tokens: in the step.
     """

@@ -109,7 +109,7 @@ def draw_expert_loads(loads: np.ndarray) -> np.ndarray:
     """Load of each expert (across) of each layer (down): blue below the even share, red above, black at none.
 
     Args:
-        loads: `[layers, X]`, see `metrics.expert_load`.
+        loads: `[layers, X]`, tokens of each expert over the even share.
     """
     layers, experts = loads.shape
     width, height = 3.0 + min(6.0, 0.2 * experts), 1.6 + min(8.0, 0.2 * layers)

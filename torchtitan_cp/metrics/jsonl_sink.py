@@ -20,7 +20,6 @@ class JsonLinesSink:
     """Writes metrics.jsonl and evaluation.jsonl. A full disk does not end training.
 
     Args:
-        folder: of the run.
         after_step: lines of later steps are dropped, because a resumed run repeats those steps.
 
     Raises:

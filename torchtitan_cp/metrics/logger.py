@@ -25,7 +25,6 @@ class MetricsLogger:
     `errors` are the exception types, besides OSError, that these methods raise.
 
     Args:
-        settings: [metrics].
         total_steps: optimizer steps of the whole run; done: those already taken.
         enabled: whether this rank prints, as rank 0 does.
     """
@@ -38,7 +37,7 @@ class MetricsLogger:
         """Open the sinks that [metrics] asks for. Rank 0 calls this.
 
         Args:
-            folder: of the run.
+            folder: where sinks write; its name is the run's on Weights & Biases.
             after_step: what was recorded of later steps is dropped, because a resumed run repeats them.
 
         Raises:

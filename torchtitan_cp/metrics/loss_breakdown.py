@@ -46,7 +46,7 @@ class LossBreakdown:
     Args:
         seq_len: S.
         sources: names of all sources.
-        device: of the losses.
+        device: where losses are added up, so that no step waits for the host.
 
     Attributes:
         sums: `[2, bins + bins + sources]` fp64, (sum, count); the sum over all ranks covers the whole step.

@@ -24,10 +24,8 @@ class StepProfiler:
     """Traces the steps that [profiling] names, on the ranks it names.
 
     Args:
-        folder: of the run.
-        settings: [profiling].
-        rank: this one.
-        device: of the rank.
+        folder: the run's; traces, tables and snapshots go below it.
+        device: a GPU is waited for at the end of a traced step, and its memory may be recorded.
     """
 
     def __init__(self, folder: Path, settings: Profiling, rank: int, device: torch.device) -> None:
@@ -38,7 +36,7 @@ class StepProfiler:
         """Trace a step if the settings name it, and write the trace and the table.
 
         Args:
-            step: of the run, from 1.
+            step: counted from 1 over all stages, as [profiling] names it.
             message_seconds: gives the seconds that this rank waited for context-parallel messages in the step, and
                 the seconds that messages were in flight.
         """
@@ -82,7 +80,7 @@ def time_on_cpu(events: Iterable[Any], seconds: float, waited: float, in_flight:
 
     Args:
         events: of torch.profiler, on any thread.
-        seconds: of the step; waited, in_flight: the two numbers of `message_seconds`, see StepProfiler.trace.
+        seconds: of the step; waited: of them, for context-parallel messages; in_flight: while messages travelled.
     """
     spans = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith(OPERATIONS)]
     computed = max(0.0, covered(spans) / 1e6 - waited)

@@ -45,7 +45,6 @@ class TensorBoardSink:
     Events are written in the caller's thread. The thread of torch's SummaryWriter prints a traceback on a full disk.
 
     Args:
-        folder: of the run.
         after_step: points of later steps are hidden, because a resumed run repeats those steps.
 
     Raises:

@@ -18,7 +18,8 @@ class WandbSink:
     Weights & Biases ignores steps that a resumed run repeats. With WANDB_MODE=offline nothing leaves the machine.
 
     Args:
-        project: its name; folder: of the run.
+        project: where the run is shown; made there if it is new.
+        folder: its name is the run's, and files of the run are written below it.
 
     Raises:
         ConfigError: the package `wandb` is missing, or it opens no run: nobody is logged in, or the name is invalid.

@@ -175,7 +175,8 @@ def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vo
     Computes full logits of all labelled tokens at once, so use it for few labels.
 
     Args:
-        hidden, weight, labels, vocabulary: see ChunkedCrossEntropy.forward.
+        hidden: `[B, S/cp, E]`; labels: `[B, S/cp]`, IGNORED where none is asked for.
+        weight: the output layer's, `[V/tp, E]`; vocabulary: which rows of it these are, with tensor parallelism.
 
     Returns:
         `[B]` int64, for this rank's tokens.

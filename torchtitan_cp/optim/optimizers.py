@@ -42,12 +42,12 @@ class OptimizerKind:
     blocks_only: bool = False
 
     def build(self, groups: Groups, settings: sections.Optimizer, compute_dtype: torch.dtype) -> Optimizer:
-        """See `module`."""
+        """Make the optimizer of these parameter groups; its file is imported here, with the package that it needs."""
         built: Optimizer = importlib.import_module(self.module).build(groups, settings, compute_dtype)
         return built
 
     def parts(self, groups: Groups) -> Iterator[Groups]:
-        """See `module`."""
+        """Split parameter groups so that a step of one part after the other is a step of all of them."""
         yield from importlib.import_module(self.module).parts(groups)
 
 

@@ -47,10 +47,9 @@ class Pipeline:
 
     Args:
         parts: this rank's parts of the model, sharded, one for each of its pipeline stages.
-        stages: of all ranks.
+        stages: which layers and which rank each pipeline stage has.
         mesh: 1-D, the pipeline's ranks.
         schedule: a name of SCHEDULES.
-        device: of the ranks.
         tied: the output layer is the embedding, so that the first and the last pipeline stage both have it.
 
     Attributes:

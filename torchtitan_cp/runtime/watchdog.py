@@ -75,7 +75,7 @@ class Beat(NamedTuple):
     Attributes:
         activity_seconds: time since it began.
         place: innermost line of this package in the main thread.
-        node: see `node_name`.
+        node: name of its node, as hosts of one image may share their name and their process ids.
     """
 
     host: str
@@ -122,7 +122,7 @@ class Watchdog:
     Args:
         rank: this rank; world_size: ranks of the job.
         beat_seconds: between two messages to the others.
-        folder: of the run, where the flight recorder of collectives is written.
+        folder: where the flight recorder of collectives is written after a hang.
 
     Attributes:
         lost_launcher: the launcher, or torchrun, that started this rank has ended.

@@ -112,7 +112,7 @@ class DataPipeline:
     """Streams of the corpus, and the sequences of the current stage.
 
     Args:
-        config: of the run.
+        config: its order, seed and micro-batches decide which text a step reads.
         corpus: as `prepare_corpus` returns it.
         block_tokens: tokens that a stream's shuffling keeps together: the longest sequence.
 

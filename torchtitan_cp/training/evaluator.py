@@ -78,7 +78,7 @@ class Evaluator:
     """Evaluates the model between steps and changes nothing in it.
 
     Args:
-        model, data_pipeline: of the run, in the current stage.
+        model, data_pipeline: what trains; both follow the trainer from stage to stage.
         stages: of the curriculum. In every stage, `loss` is measured on the mixture of the first stage that holds text
             out; short_loss_rise compares the loss at the first stage's length with that at its end.
         set_activity: tells the watchdog what this rank does.

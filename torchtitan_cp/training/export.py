@@ -55,7 +55,7 @@ def start_exports(folder: Path, dtype: str, tokenizer: Tokenizer) -> Callable[[b
     """Export the checkpoint of each stage's end to `hub/step-N` from a thread, and those that an earlier start missed.
 
     Args:
-        folder: of the run.
+        folder: has `checkpoints`, from which stages are exported, and gets `hub`.
         dtype: checkpoint.export; nothing happens if it is "no".
 
     Returns:
@@ -104,7 +104,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
         checkpoint: a step-N folder, or a run's folder.
         out: must not exist.
         dtype: of the weights as written; float32 keeps them as they were trained.
-        tokenizer: of the run; None: it is loaded.
+        tokenizer: with which the checkpoint was trained; None: it is loaded as the config says.
 
     Raises:
         UserError: there is no intact checkpoint, the format cannot express the model, or `out` exists.
@@ -185,7 +185,7 @@ def written_config(
     Args:
         config: of these ModelArgs, as `config_for_hub` gives it.
         length: max_position_embeddings to write.
-        rope: of the stage.
+        rope: what the weights were trained with; None: the default one of theta 10,000.
         tokens: ids of the tokenizer's BOS and EOS, for fresh weights.
     """
     starts = bool(model.hub_checkpoint and model.load_weights)
@@ -261,7 +261,7 @@ def write_tokenizer(
     """Write the tokenizer's files and chat templates so that transformers' AutoTokenizer reads text as training did.
 
     Args:
-        config: of the run.
+        config: says where the tokenizer is, and the checkpoint that the run started from, whose files go along.
         length: trained sequence length in tokens; a smaller `model_max_length` of the tokenizer is raised to it.
     """
     settings = config.tokenizer

@@ -127,7 +127,7 @@ class ParallelModel:
     Args:
         run: its model_args have the vocabulary set; the pipeline is split by the layers' cost in the longest stage.
         world: this process among the ranks.
-        meshes: of the run.
+        meshes: groups of ranks by axis; those of another CP degree are made when a stage begins.
         stage: the stage of the curriculum whose tp, pp and activation settings the parts are made with.
 
     Attributes:
@@ -265,7 +265,7 @@ class ParallelModel:
         """Forward of one part on a micro-batch of a step.
 
         Args:
-            divisor: of the losses of tokens; see LossHead.
+            divisor: scalar of the whole step, by which the weighted sum of the losses of tokens is divided.
             loss_sum: the last part adds its losses to it, for the records.
 
         Returns:

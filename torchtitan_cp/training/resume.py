@@ -66,7 +66,8 @@ def identity_of(config: Config, args: ModelArgs, tp: int) -> dict[str, Any]:
     """What must be the same to resume a run, apart from its data.
 
     Args:
-        args, tp: see `start_progress`.
+        args: with the vocabulary set, as its sizes are compared.
+        tp: tensor-parallel degree of the first stage.
     """
     return {
         "model": registry.sizes_of(args),
@@ -79,7 +80,7 @@ def start_progress(config: Config, args: ModelArgs, corpus: PreparedCorpus, *, b
     """Where a new run stands before its first step, with what must be the same to resume it.
 
     Args:
-        args: ModelArgs, with the vocabulary set.
+        args: with the vocabulary set.
         block_tokens: tokens that stay together in the data order.
         tp: tensor-parallel degree of the first stage.
     """

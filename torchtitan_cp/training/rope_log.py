@@ -17,8 +17,7 @@ def log_rope_notes(config: Config, stages: Sequence[ResolvedStage], args: Any, f
     """Log what stages change in the rotary embedding, and which of them are longer and leave it as it was.
 
     Args:
-        config: of the run, with defaults.
-        args: ModelArgs.
+        config: with defaults; its model may have a config.json that has a rotary embedding of its own.
         first: number of the first stage to log, from 0.
     """
     model, own, trained_tokens = config.model, None, 0

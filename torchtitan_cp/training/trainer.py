@@ -45,7 +45,7 @@ class Trainer:
     """One run of a config on the ranks of this job.
 
     Args:
-        config: of the run; it is checked against the number of ranks.
+        config: as read from the TOML; it is resolved for the number of ranks, or refused.
         world: this process among the ranks.
         model_args: sizes of the model; None: those that the config gives.
         stage_index: the stage whose tp and pp this process takes; None: the stage where training begins or resumes.

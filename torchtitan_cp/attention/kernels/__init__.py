@@ -45,7 +45,7 @@ def choose_kernel(name: str, q: Tensor, v: Tensor, **options: bool) -> Kernel:
     """The kernel `name`, or for "auto" the first that can run these tensors.
 
     Args:
-        options: softcap and dense; see Case.
+        options: `softcap`, whether scores are capped, and `dense`, whether all tiles are full or causal.
 
     Raises:
         PlanError: the kernel cannot run them; the message says why and which can.

@@ -23,7 +23,7 @@ class Packed(NamedTuple):
     """Tiles of one call of a kernel that takes rows `[T, H, D]`.
 
     Attributes:
-        kind: their common kind, see Kernel.kind.
+        kind: what they have in common to the kernel, such as a window.
         cu_seqlens_q, cu_seqlens_k: `[tiles + 1]` int32 on the device, cumulative rows of the tiles.
         max_q, max_k: rows of the longest tile.
     """
@@ -42,7 +42,7 @@ def pack(tiles: tuple[Tile, ...], kind: Any, like: Tensor) -> tuple[Rows, Rows, 
     """(queries, keys, Packed) of tiles that ascend and share no row; a tile of all batch rows is repeated for each.
 
     Args:
-        kind: see Packed.
+        kind: what the tiles have in common to the kernel.
         like: `[B, Sq, Hq, D]` queries, on the device.
     """
 

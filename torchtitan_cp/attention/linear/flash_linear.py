@@ -67,7 +67,7 @@ def is_available(inputs: Inputs, plan: Plan) -> bool:
 
 
 class FlashKernel:
-    """See kernel.TorchKernel."""
+    """Computes segments with fla's fused kernels: what kernel.TorchKernel does in torch, with the same methods."""
 
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Any) -> None:
         self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
@@ -76,7 +76,7 @@ class FlashKernel:
         self.zeros = inputs.v.new_zeros((batch, heads, self.key_dim, value_dim), dtype=dtype)
 
     def summarize(self, segment: DocumentSegment) -> Tensor:
-        """See TorchKernel."""
+        """A and B side by side, `[b, H, K, K + V]`, or only B: final states of the identity and of zeros."""
         segments, inputs, start = self._split_rows([segment]), self.inputs, self.zeros[segment.rows]
         if segment.offset:
             identity = torch.eye(self.key_dim, dtype=start.dtype, device=start.device)
@@ -85,7 +85,7 @@ class FlashKernel:
         return self._run(inputs, segments, start)[1]
 
     def outputs(self, entering: Tensor) -> Tensor:
-        """See TorchKernel."""
+        """Outputs `[B, S/P, Hv, V]`, from the states that enter the runs, `[runs, B, H, K, V]`."""
         starts = self._states_of_segments([s.offset > 0 for s in self.segments], entering)
         rows, _ = self._run(self.inputs, self.segments, starts)
         out = torch.zeros_like(self.inputs.v)
@@ -93,7 +93,7 @@ class FlashKernel:
         return out.flatten(0, 1).index_copy(0, index, rows[0].to(out.dtype)).view_as(out)
 
     def gradient_inside(self, segment: DocumentSegment) -> Tensor:
-        """See TorchKernel."""
+        """The gradient of the state that enters a segment from its own outputs, by autograd: `[b, H, K, V]`."""
         segments = self._split_rows([segment])
         with with_autograd(), torch.enable_grad():
             start = self.zeros[segment.rows].requires_grad_()
@@ -101,7 +101,11 @@ class FlashKernel:
             return torch.autograd.grad(out, start, self._select_rows(self.dout, segments))[0]
 
     def gradients(self, entering: Tensor, leaving: Tensor) -> list[Tensor]:
-        """See TorchKernel."""
+        """The gradients of the inputs, by autograd over one call of the kernels.
+
+        Args:
+            entering: states that enter the runs; leaving: gradients of those that leave them, `[runs, B, H, K, V]`.
+        """
         with with_autograd(), torch.enable_grad():
             leaves = Inputs(*(x.detach().requires_grad_() for x in self.inputs))
             starts = self._states_of_segments([s.offset > 0 for s in self.segments], entering)

@@ -78,7 +78,7 @@ class TorchKernel:
 
     Args:
         inputs: rows `[B, S/P, H, ..]`.
-        rule: see `make_factors`.
+        rule: "delta", "normalized_delta" or "scan", which decides how a chunk's factors are made.
         dout: `[B, S/P, Hv, V]`, for a backward.
     """
 

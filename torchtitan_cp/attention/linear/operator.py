@@ -80,7 +80,8 @@ def selective_scan(
             x, such as fp32.
         A: `[H]`, below 0. Its gradient comes from this rank's outputs only: sum it over the ranks.
         B, C: `[B, S/P, G, N]`; H is a multiple of G, and consecutive heads share a group. One dtype with x.
-        plan, strategy: as in `gated_delta_rule`.
+        plan: this rank's, of any layout and packing; its mask is causal and has no window.
+        strategy: "state", "all_to_all", or "auto" for the one of them that sends less.
 
     Returns:
         `[B, S/P, H, D]` in x's dtype, without the skip D x; rows of padding are zero.

@@ -126,7 +126,7 @@ class StateExchange:
 
     Args:
         inputs: this rank's rows.
-        rule: see `make_factors`.
+        rule: of a "scan" the maps A are diagonal and have one column, of the delta rules K columns.
     """
 
     def __init__(self, inputs: Inputs, plan: Plan, rule: str) -> None:

@@ -48,7 +48,7 @@ def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band, kv
 
     Args:
         query_heads, key_heads: Hq and Hkv; ranks: P.
-        band: of the mask, see AttentionMask.band.
+        band: the keys that a query may see; `band.low` is None without a window on the left.
         kv_transfer: as for ContextParallel.
 
     Returns:

@@ -37,9 +37,8 @@ class Mixture:
 
     Args:
         weights: of each source, 0 or more, with any sum above 0. Their order does not matter.
-        seed: of the run.
-        stage: number of the stage.
-        limits: samples that a source has left, for the sources that have a limit; see `samples_within`.
+        seed, stage: another of either gives another order, with the same shares.
+        limits: samples that a source has left, for the sources that have a limit.
 
     Attributes:
         samples: the total number until every source is used up.
@@ -109,7 +108,7 @@ def samples_within(max_epochs: float, tokens: int, seq_len: int, first_token: in
 
     Args:
         max_epochs: how often the source may be read in the whole run, as a float.
-        tokens: of the source.
+        tokens: what the source holds, read once.
         seq_len: S.
         first_token: cursor of the source at which the stage begins.
     """

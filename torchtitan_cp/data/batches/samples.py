@@ -189,8 +189,8 @@ class StageSamples:
         streams: text of each source, by name.
         seq_len: S.
         data: the stage's; its mixture is not empty.
-        seed: of the run.
-        stage: index of the stage.
+        seed: the order of sources follows from it and from the stage.
+        stage: index in the curriculum, from 0.
         step_sequences: sequences of one optimizer step.
         first_tokens: tokens of each source's stream that earlier stages took.
         steps: optimizer steps that the stage has at most.

@@ -51,7 +51,7 @@ class TokenStream:
     Args:
         store: at least one token.
         block_tokens: the longest sequence length of the curriculum.
-        seed: of the order.
+        seed: each epoch permutes by it and the number of the epoch.
         shuffle: False leaves documents and blocks in the store's order, as validation wants.
         order: what shuffling permutes, `shuffled` or `related`.
     """

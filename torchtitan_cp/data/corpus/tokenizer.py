@@ -205,11 +205,11 @@ class ByteTokenizer:
     added: Mapping[AddedToken, int] = {AddedToken(END_NAME, special=True): 256}
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """See SentencePieceTokenizer."""
+        """The UTF-8 bytes of each text, `[bytes]` int32."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
 
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See SentencePieceTokenizer."""
+        """(`[n]` ids, `[n]` characters at which they begin) of each text; eos_token in a text is the one token 256."""
 
         def encode(parts: list[str], behind: bool) -> list[tuple[Any, Any]]:
             # A byte 10xxxxxx continues a character.
@@ -218,11 +218,11 @@ class ByteTokenizer:
         return encode_around_tokens(texts, {token: [index] for token, index in self.added.items()}, encode)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See SentencePieceTokenizer. Bytes that are not UTF-8 become U+FFFD."""
+        """The text of token ids, without 256. Bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(token) for token in ids if token < 256).decode("utf-8", errors="replace")
 
     def vocabulary(self) -> dict[int, str]:
-        """See SentencePieceTokenizer."""
+        """The bytes, named as SentencePiece names its byte pieces."""
         return {byte: f"<0x{byte:02X}>" for byte in range(256)}
 
 
@@ -279,12 +279,15 @@ class HuggingFaceTokenizer:
         return {index: AddedToken(**{flag: getattr(token, flag) for flag in flags}) for index, token in added.items()}
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """See SentencePieceTokenizer."""
+        """Token ids of each text, `[tokens]` int32, on all cores. A special token's text is split like any other."""
         rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(row.ids, dtype=np.int32) for row in rows]
 
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See SentencePieceTokenizer. Characters in no token, such as spaces, belong to the token after them."""
+        """(`[n]` ids, `[n]` characters at which they begin) of each text, with special tokens read from the text.
+
+        Characters in no token, such as spaces, belong to the token after them.
+        """
         self._tokenizer.encode_special_tokens = False
         rows = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         self._tokenizer.encode_special_tokens = True
@@ -296,11 +299,11 @@ class HuggingFaceTokenizer:
         return [(np.asarray(row.ids, dtype=np.int32), starts(row)) for row in rows]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See SentencePieceTokenizer."""
+        """The text of token ids, without special tokens."""
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def vocabulary(self) -> dict[int, str]:
-        """See SentencePieceTokenizer."""
+        """The pieces by id, without special and added tokens."""
         added = set(self.added.values())
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         return {index: piece for piece, index in vocabulary.items() if index not in added}
