@@ -17,7 +17,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.config.sections import Checkpoint
+from torchtitan_cp.config.run import Checkpoint
 from torchtitan_cp.parallel.apply import parallelize
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.training.model import LayerAttention

@@ -7,7 +7,8 @@ from functools import partial
 
 from benchmarks.benchmark import Benchmark, Row
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.config.sections import Data, ResolvedStageData, Tokenizer
+from torchtitan_cp.config.data import Data, ResolvedStageData
+from torchtitan_cp.config.sections import Tokenizer
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, read_step
 from torchtitan_cp.data.batches.samples import StageSamples
 from torchtitan_cp.data.batches.stream import TokenStream

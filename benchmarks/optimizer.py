@@ -10,13 +10,13 @@ import torch
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import seconds
 from models.llama import Llama, LlamaArgs
-from torchtitan_cp.config import sections
+from torchtitan_cp.config.training import Optimizer as OptimizerConfig
 from torchtitan_cp.optim.build import build_optimizer
 
 OPTIMIZERS = {
-    "AdamW": sections.Optimizer(),
-    "AdamW, state in 8 bits": sections.Optimizer(state="8bit"),
-    "Muon": sections.Optimizer(name="muon"),
+    "AdamW": OptimizerConfig(),
+    "AdamW, state in 8 bits": OptimizerConfig(state="8bit"),
+    "Muon": OptimizerConfig(name="muon"),
 }
 
 

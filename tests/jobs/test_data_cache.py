@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.corpus_cache import BYTES, assert_is_the_corpus, data_of, finished, partial
 from tests.support.texts import REPOSITORY, text_corpus
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus.cache import prepare
 
 pytestmark = pytest.mark.jobs
@@ -24,7 +24,8 @@ def data(tmp_path: Path) -> Data:
 SCRIPT = """
 import logging, os, signal, sys, time
 from pathlib import Path
-from torchtitan_cp.config.sections import Data, Tokenizer
+from torchtitan_cp.config.data import Data
+from torchtitan_cp.config.sections import Tokenizer
 from torchtitan_cp.data.corpus import cache, tokenization
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 run = tokenization.Tokenization.tokenize

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.support.chats import turns, write_rows
 from tests.support.corpus_cache import only
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.store import TokenStore

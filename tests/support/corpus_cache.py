@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.texts import read
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.cache import PreparedCorpus, PreparedSource
 from torchtitan_cp.data.corpus.store import TokenStore

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.texts import write_files
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus import store, tokenization
 from torchtitan_cp.data.corpus.cache import prepare

@@ -8,7 +8,7 @@ import torch
 from models.qwen3_5 import FLAVORS, Hybrid, HybridArgs
 from models.qwen3_5.hub import NAMES
 from torchtitan_cp.checkpoint.hub import hub_names
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.curriculum import rope_frequencies
 
 ARGS = dataclasses.replace(FLAVORS["debug"], vocab_size=120)

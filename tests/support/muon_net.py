@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_cp.config.sections import Optimizer
+from torchtitan_cp.config.training import Optimizer
 from torchtitan_cp.optim.build import set_learning_rates
 
 SETTINGS = Optimizer(name="muon", lr=0.02, weight_decay=0.1)

@@ -5,8 +5,8 @@ import random
 from typing import Any
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.rope import KEYS_BY_KIND
-from torchtitan_cp.config.sections import Curriculum, Rope, Stage
+from torchtitan_cp.config.rope import KEYS_BY_KIND, Rope
+from torchtitan_cp.config.sections import Curriculum, Stage
 
 
 def draw(kind: str, generator: random.Random, head_dim: int = 0) -> tuple[Rope, int, int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_cp.config.sections import SourceKeys
+from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.load import build
-from torchtitan_cp.config.rope import KEYS_BY_KIND
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import KEYS_BY_KIND, Rope
 
 # Keys of a stage's rope -> keys of config.json; one has another name there.
 ROPE_KEYS = {key: key for keys in KEYS_BY_KIND.values() for key in keys}

@@ -34,7 +34,7 @@ from torchtitan_cp.checkpoint.progress import Progress, read_progress
 from torchtitan_cp.checkpoint.retention import Retention, is_stage_end
 from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, delete_partial, file_stamps, list_folder
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Checkpoint
+from torchtitan_cp.config.run import Checkpoint
 
 logger = logging.getLogger(__name__)
 

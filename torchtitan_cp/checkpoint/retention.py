@@ -14,7 +14,7 @@ from pathlib import Path
 from torchtitan_cp.checkpoint.manifest import Manifest, compare_files, read_manifest
 from torchtitan_cp.checkpoint.progress import DamagedError, read_progress
 from torchtitan_cp.checkpoint.save import Stamps, file_stamps
-from torchtitan_cp.config.sections import Checkpoint
+from torchtitan_cp.config.run import Checkpoint
 
 logger = logging.getLogger(__name__)
 

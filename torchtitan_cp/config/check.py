@@ -11,7 +11,9 @@ from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.key import check_read_keys
 from torchtitan_cp.config.names import MEASURED, SCHEDULES
 from torchtitan_cp.config.rope import Rope, check_rope
-from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
+from torchtitan_cp.config.run import Passkey
+from torchtitan_cp.config.sections import Config, Stage
+from torchtitan_cp.config.training import LRScheduler
 
 START_BYTES = 2**16
 # Of the run's folder: two files that every start writes, and a folder.

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_cp.config.errors import ConfigError
-from torchtitan_cp.config.sections import Parallel, Stage
+from torchtitan_cp.config.sections import Stage
+from torchtitan_cp.config.training import Parallel
 
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

@@ -17,7 +17,8 @@ import tomli_w
 from torchtitan_cp.config.errors import ConfigError, check_utf8
 from torchtitan_cp.config.key import check_range
 from torchtitan_cp.config.retired import read_retired_keys
-from torchtitan_cp.config.sections import Config, Rope
+from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.sections import Config
 
 OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:[.\[][\w.\[\]-]*)?)=(.*)", re.DOTALL)
 # For each type of a key: what the value must be, and how to write one.

@@ -9,7 +9,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torchtitan_cp.config.sections import Config, Curriculum, Data, DataSource, SourceKeys, Stage
+from torchtitan_cp.config.data import Data, DataSource, SourceKeys
+from torchtitan_cp.config.sections import Config, Curriculum, Stage
 
 # What most people set, in the order in which they come to it. `--help` and docs/config.md begin with these.
 FIRST = (

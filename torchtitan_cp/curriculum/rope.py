@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from torchtitan_cp.config.errors import ConfigError
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.curriculum.stages import ResolvedStage
 
 Frequencies = tuple[float, ...]

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from torchtitan_cp.config.rope import KEYS_BY_KIND
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import KEYS_BY_KIND, Rope
 from torchtitan_cp.curriculum.stages import ResolvedStage
 
 

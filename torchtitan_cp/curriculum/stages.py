@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_cp.config import Config
+from torchtitan_cp.config.data import Data, ResolvedStageData
 from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.config.names import format_tokens
-from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, Stage
+from torchtitan_cp.config.sections import Stage
+from torchtitan_cp.config.training import Activation
 
 
 def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.config.sections import Passkey
+from torchtitan_cp.config.run import Passkey
 
 CHARACTERS = {"name": (ascii_uppercase, 5), "key": (digits, 7), "word": (ascii_lowercase, 7)}
 MAX_DRAWS = 100  # of names that do not occur in the filler

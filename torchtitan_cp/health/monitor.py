@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_cp.config.sections import Health
+from torchtitan_cp.config.run import Health
 
 logger = logging.getLogger(__name__)
 

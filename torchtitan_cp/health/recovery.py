@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torchtitan_cp.config.sections import Health
+from torchtitan_cp.config.run import Health
 
 # (step or None) -> path and progress of the newest good checkpoint, older than the step if one is given.
 FindCheckpoint = Callable[[int | None], tuple[Path, Any] | None]

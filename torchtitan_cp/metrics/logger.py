@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cp.config.sections import Metrics
+from torchtitan_cp.config.run import Metrics
 from torchtitan_cp.metrics.console_sink import ConsoleSink
 from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, JsonLinesSink
 from torchtitan_cp.metrics.step_record import StepRecord

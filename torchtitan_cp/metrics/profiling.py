@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from torchtitan_cp.config.sections import Profiling
+from torchtitan_cp.config.run import Profiling
 
 logger = logging.getLogger(__name__)
 

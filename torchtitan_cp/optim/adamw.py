@@ -10,12 +10,12 @@ import torch
 from torch._functorch import config as functorch_config
 from torch.optim import Optimizer
 
-from torchtitan_cp.config import sections
 from torchtitan_cp.config.extras import import_extra
+from torchtitan_cp.config.training import Optimizer as OptimizerConfig
 from torchtitan_cp.optim.optimizers import Groups
 
 
-def build(groups: Groups, settings: sections.Optimizer, compute_dtype: torch.dtype) -> Optimizer:
+def build(groups: Groups, settings: OptimizerConfig, compute_dtype: torch.dtype) -> Optimizer:
     """AdamW over these groups.
 
     Raises:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchtitan_cp.config import sections
+from torchtitan_cp.config.training import Optimizer as OptimizerConfig
 from torchtitan_cp.optim.offload import keep_state_on_host
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
 from torchtitan_cp.optim.rules import rule_of
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_optimizer(
-    model: nn.Module, settings: sections.Optimizer, *, compute_dtype: torch.dtype = torch.float32
+    model: nn.Module, settings: OptimizerConfig, *, compute_dtype: torch.dtype = torch.float32
 ) -> Optimizer:
     """The optimizer that [optimizer] asks for, over the model's parameters, sharded or not.
 
@@ -51,7 +51,7 @@ def set_learning_rates(optimizer: Optimizer, lr: float) -> None:
             group["lr"] = lr * group["lr_scale"]
 
 
-def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[dict[str, Any]]:
+def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, Any]]:
     """Parameters with the same settings share a group. By default matrices decay, norms and biases do not."""
     blocks_only = OPTIMIZERS[settings.name].blocks_only
     blocks: Iterable[Tensor] = model.layers.parameters() if blocks_only else ()  # type: ignore[union-attr]

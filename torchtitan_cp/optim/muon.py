@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from torchtitan_cp.attention.local_shard import local_tensor
-from torchtitan_cp.config import sections
+from torchtitan_cp.config.training import Optimizer as OptimizerConfig
 from torchtitan_cp.optim import adamw
 from torchtitan_cp.optim.optimizers import Groups
 
@@ -147,7 +147,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return (wide.mT if tall else wide).contiguous()
 
 
-def build(groups: Groups, settings: sections.Optimizer, compute_dtype: torch.dtype) -> Optimizer:
+def build(groups: Groups, settings: OptimizerConfig, compute_dtype: torch.dtype) -> Optimizer:
     """Muon, which computes in `compute_dtype`, over the groups with `muon` True, and AdamW over the others."""
     rest = adamw.build([group for group in groups if not group["muon"]], settings, compute_dtype)
     matrices = [group for group in groups if group["muon"]]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchtitan_cp.config import Config, ConfigError, sections
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.training import Optimizer as OptimizerConfig
 
 Groups = list[dict[str, Any]]  # parameter groups, as torch.optim takes them
 # Bytes of AdamW's two moments by optimizer.state; in 8 bits with an fp32 scale for each 256 values.
@@ -36,12 +37,12 @@ class OptimizerKind:
     """
 
     module: str
-    state_bytes: Callable[[sections.Optimizer], float]
-    identity: Callable[[sections.Optimizer, int, int], dict[str, Any]]
+    state_bytes: Callable[[OptimizerConfig], float]
+    identity: Callable[[OptimizerConfig, int, int], dict[str, Any]]
     check: Callable[[Config, set[int]], None]
     blocks_only: bool = False
 
-    def build(self, groups: Groups, settings: sections.Optimizer, compute_dtype: torch.dtype) -> Optimizer:
+    def build(self, groups: Groups, settings: OptimizerConfig, compute_dtype: torch.dtype) -> Optimizer:
         """Make the optimizer of these parameter groups; its file is imported here, with the package that it needs."""
         built: Optimizer = importlib.import_module(self.module).build(groups, settings, compute_dtype)
         return built
@@ -51,7 +52,7 @@ class OptimizerKind:
         yield from importlib.import_module(self.module).parts(groups)
 
 
-def _adamw_identity(settings: sections.Optimizer, n_experts: int, tp: int) -> dict[str, Any]:
+def _adamw_identity(settings: OptimizerConfig, n_experts: int, tp: int) -> dict[str, Any]:
     same: dict[str, Any] = {"optimizer": f"{settings.name}, state in {settings.state}"}
     if settings.state == "8bit":  # torchao quantizes each shard in blocks, which another degree would cut
         same["the tensor-parallel degree of 8-bit moments"] = tp
@@ -67,7 +68,7 @@ def _check_adamw(config: Config, tp_degrees: set[int]) -> None:
         )
 
 
-def _muon_identity(settings: sections.Optimizer, n_experts: int, tp: int) -> dict[str, Any]:
+def _muon_identity(settings: OptimizerConfig, n_experts: int, tp: int) -> dict[str, Any]:
     same = _adamw_identity(settings, n_experts, tp)
     if n_experts:  # earlier versions trained experts with AdamW, whose moments differ
         same["optimizer"] = f"muon, experts too, state in {settings.state}"

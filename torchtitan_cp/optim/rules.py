@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import ParameterGroup
+from torchtitan_cp.config.training import ParameterGroup
 
 NO_RULE = ParameterGroup()
 

@@ -8,7 +8,8 @@ LR_SHAPES in config/names.py; a test holds the two equal. Then regenerate docs/c
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from torchtitan_cp.config.sections import LRScheduler, Optimizer, StageLR
+from torchtitan_cp.config.sections import StageLR
+from torchtitan_cp.config.training import LRScheduler, Optimizer
 
 
 def cosine(progress: float, end: float, _decay: float) -> float:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.sections import Activation, Compile
+from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.parallel.activation import checkpointed, tiled
 from torchtitan_cp.parallel.experts import shard_experts
 from torchtitan_cp.parallel.float8 import convert_linears

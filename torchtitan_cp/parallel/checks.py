@@ -2,7 +2,7 @@
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.contract import ModelArgs
-from torchtitan_cp.config.sections import Parallel
+from torchtitan_cp.config.training import Parallel
 
 
 def check_tensor_parallel(args: ModelArgs, tp: int) -> None:

@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.names import SCHEDULES
-from torchtitan_cp.config.sections import Parallel
+from torchtitan_cp.config.training import Parallel
 
 Span = tuple[int, int]
 

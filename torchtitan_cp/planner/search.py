@@ -9,7 +9,8 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_measured_lengths
 from torchtitan_cp.config.contract import PlannedArgs
 from torchtitan_cp.config.names import ACTIVATIONS
-from torchtitan_cp.config.sections import LRScheduler, Stage
+from torchtitan_cp.config.sections import Stage
+from torchtitan_cp.config.training import LRScheduler
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
 from torchtitan_cp.parallel.checks import check_tensor_parallel
 from torchtitan_cp.planner.devices import GIB, Cluster

@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Job
+from torchtitan_cp.config.run import Job
 from torchtitan_cp.runtime.environment import LAUNCHER_VARIABLE
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote, end_notes, take_relaunch
 from torchtitan_cp.runtime.nodes import ask, is_own, own_address, route_to

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.sections import ResolvedStageData
+from torchtitan_cp.config.data import ResolvedStageData
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.loader import READ_AHEAD, read_steps
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch

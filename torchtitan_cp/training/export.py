@@ -20,7 +20,8 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.sections import Model
 from torchtitan_cp.data.corpus.chat import CONFIG_FILE, ChatTemplate
 from torchtitan_cp.data.corpus.store import read_json, write_json
 from torchtitan_cp.data.corpus.tokenizer import SPACE_MARK, SentencePieceTokenizer, Tokenizer, tokenizer_files

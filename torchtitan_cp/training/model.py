@@ -16,7 +16,8 @@ from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.strategies import resolve_strategy
 from torchtitan_cp.config.contract import Head, LanguageModel, ModelArgs
-from torchtitan_cp.config.sections import Compile, Rope
+from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.training import Compile
 from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
 from torchtitan_cp.metrics.throughput import layer_costs

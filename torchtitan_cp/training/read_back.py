@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.curriculum.rope import powers
 

@@ -20,7 +20,8 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.contract import AnyArchitecture, Attend, Hub, LanguageModel, ModelArgs, PlannedArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
-from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.sections import Model
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.training.read_back import check_rotaries
 

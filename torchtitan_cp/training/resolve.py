@@ -17,9 +17,11 @@ from torchtitan_cp.checkpoint.hub_rope import fill_rope, hub_rope
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
 from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.data import Data, SourceKeys
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage, Tokenizer
+from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.sections import Stage, Tokenizer
 from torchtitan_cp.curriculum import ResolvedStage, check_head_dim, resolve_stages
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import check_corpus

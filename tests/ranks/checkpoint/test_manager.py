@@ -32,7 +32,8 @@ from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, restore_replaced
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.sections import Checkpoint, Optimizer
+from torchtitan_cp.config.run import Checkpoint
+from torchtitan_cp.config.training import Optimizer
 from torchtitan_cp.optim.build import build_optimizer
 
 NOBODY = 65534

@@ -19,7 +19,7 @@ from torchtitan_cp.checkpoint import manifest, retention
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, verify_checkpoint
 from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, Progress
-from torchtitan_cp.config.sections import Checkpoint
+from torchtitan_cp.config.run import Checkpoint
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.rank_pool import RankPool
-from torchtitan_cp.config.sections import Health
+from torchtitan_cp.config.run import Health
 from torchtitan_cp.health.monitor import HealthMonitor, StepReport
 
 

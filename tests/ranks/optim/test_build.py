@@ -15,7 +15,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.small_net import Net, assert_same, names_of, small_net, train, weights
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.config.sections import Optimizer, ParameterGroup
+from torchtitan_cp.config.training import Optimizer, ParameterGroup
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.offload import keep_state_on_host
 from torchtitan_cp.optim.optimizers import OPTIMIZERS

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
-from torchtitan_cp.config.sections import Parallel
+from torchtitan_cp.config.training import Parallel
 from torchtitan_cp.parallel.pipeline import Pipeline
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline
 

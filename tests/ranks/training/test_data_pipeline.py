@@ -15,7 +15,7 @@ from tests.support.corpus_cache import BYTES, data_of
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.texts import text_corpus
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus import cache
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.runtime import nodes

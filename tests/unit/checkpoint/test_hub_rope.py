@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from torchtitan_cp.checkpoint.hub_rope import hub_rope, rope_parameters
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.curriculum import rope_frequencies
 
 ROPES = {

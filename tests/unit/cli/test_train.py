@@ -14,7 +14,7 @@ from tests.support.runs import write_run
 from torchtitan_cp.__main__ import main
 from torchtitan_cp.cli import train as command
 from torchtitan_cp.cli.check import main as check_config
-from torchtitan_cp.config.sections import Job
+from torchtitan_cp.config.run import Job
 from torchtitan_cp.runtime import launcher
 
 

@@ -8,27 +8,18 @@ import pytest
 
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config, check_dump_folder
-from torchtitan_cp.config.sections import (
+from torchtitan_cp.config.data import Data, DataSource, StageData
+from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.run import Evaluation, Health, Job, Passkey, Profiling
+from torchtitan_cp.config.sections import Curriculum, Stage, StageLR, Tokenizer
+from torchtitan_cp.config.training import (
     Activation,
     Compile,
-    Curriculum,
-    Data,
-    DataSource,
-    Evaluation,
-    Health,
-    Job,
     LRScheduler,
     Optimizer,
     Parallel,
     ParameterGroup,
-    Passkey,
-    Profiling,
-    Rope,
-    Stage,
     StageActivation,
-    StageData,
-    StageLR,
-    Tokenizer,
     Training,
 )
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.data import check_sources
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data, check_sources
 
 CHAT: dict[str, Any] = {"source": "jsonl", "path": "x", "messages_field": "m"}
 

@@ -1,7 +1,7 @@
 """Degrees that follow from the ranks."""
 
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
-from torchtitan_cp.config.sections import Parallel
+from torchtitan_cp.config.training import Parallel
 
 
 def test_what_is_left_goes_to_the_open_axis() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
-from torchtitan_cp.config.sections import ParameterGroup
+from torchtitan_cp.config.training import ParameterGroup
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support.ropes import LONGROPE, YARN, config_of
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.check import check_config
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import Rope
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests.support.ropes import LONGROPE, YARN, config_of, draw
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.names import ROPE_KINDS
-from torchtitan_cp.config.rope import KEYS_BY_KIND
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import KEYS_BY_KIND, Rope
 from torchtitan_cp.curriculum import check_head_dim, describe_rope, resolve_stages, rope_frequencies
 from torchtitan_cp.curriculum.rope import SCALINGS, powers
 

@@ -10,7 +10,8 @@ import pytest
 from tests.support.ropes import draw
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.names import ROPE_KINDS
-from torchtitan_cp.config.sections import Curriculum, Rope, Stage
+from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.sections import Curriculum, Stage
 from torchtitan_cp.curriculum import resolve_stages, rope_notes
 
 YARN = Rope(kind="yarn", factor=8.0, original_seq_len=4096)

@@ -4,7 +4,9 @@ import dataclasses
 from typing import Any
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.sections import Curriculum, Data, DataSource, Stage, StageData, Training
+from torchtitan_cp.config.data import Data, DataSource, StageData
+from torchtitan_cp.config.sections import Curriculum, Stage
+from torchtitan_cp.config.training import Training
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.curriculum.stages import resolve_stage_data
 

@@ -16,7 +16,8 @@ from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.kernels import KERNELS, choose_kernel
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.config import names
-from torchtitan_cp.config.sections import LRScheduler, Metrics, Optimizer
+from torchtitan_cp.config.run import Metrics
+from torchtitan_cp.config.training import LRScheduler, Optimizer
 from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.optim.build import build_optimizer
 from torchtitan_cp.optim.optimizers import OPTIMIZERS, OptimizerKind

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchtitan_cp.config.sections import Health
+from torchtitan_cp.config.run import Health
 from torchtitan_cp.health import monitor as monitoring
 from torchtitan_cp.health.monitor import HealthMonitor, SpikeDetector, StepReport, largest, read_report
 

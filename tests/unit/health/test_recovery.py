@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.config.sections import Health
+from torchtitan_cp.config.run import Health
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
 
 WHAT = "step 3 (stage 1, 4K) is not healthy: rank 1: the loss is nan"

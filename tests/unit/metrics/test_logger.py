@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from tests.support.step_records import TAGS, record
-from torchtitan_cp.config.sections import Metrics
+from torchtitan_cp.config.run import Metrics
 from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.step_record import StepRecord
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from tests.support.step_records import TAGS, no_file_beyond, record
-from torchtitan_cp.config.sections import Metrics
+from torchtitan_cp.config.run import Metrics
 from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
 from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.tensorboard_sink import LAYOUT, TensorBoardSink

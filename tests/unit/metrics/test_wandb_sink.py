@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Metrics
+from torchtitan_cp.config.run import Metrics
 from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.wandb_sink import WandbSink
 

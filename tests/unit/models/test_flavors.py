@@ -8,8 +8,7 @@ import pytest
 from models import ARCHITECTURES
 from models.architecture import Architecture
 from torchtitan_cp.config.load import build
-from torchtitan_cp.config.rope import check_rope
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import Rope, check_rope
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = runpy.run_path(str(DOCS / "make_models_page.py"))

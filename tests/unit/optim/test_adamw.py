@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.small_net import small_net
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Optimizer
+from torchtitan_cp.config.training import Optimizer
 from torchtitan_cp.optim.build import build_optimizer
 
 

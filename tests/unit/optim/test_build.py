@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.small_net import names_of, small_net
-from torchtitan_cp.config.sections import Optimizer, ParameterGroup
+from torchtitan_cp.config.training import Optimizer, ParameterGroup
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 
 

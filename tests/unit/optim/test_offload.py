@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.small_net import assert_same, small_net, train, weights
-from torchtitan_cp.config.sections import Optimizer, ParameterGroup
+from torchtitan_cp.config.training import Optimizer, ParameterGroup
 from torchtitan_cp.optim.build import build_optimizer
 from torchtitan_cp.optim.offload import keep_state_on_host
 from torchtitan_cp.optim.optimizers import OPTIMIZERS

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_cp.config import Config, ConfigError, names
-from torchtitan_cp.config.sections import Optimizer, Parallel
+from torchtitan_cp.config.training import Optimizer, Parallel
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.small_net import small_net
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Optimizer, ParameterGroup
+from torchtitan_cp.config.training import Optimizer, ParameterGroup
 from torchtitan_cp.optim.build import build_optimizer
 from torchtitan_cp.optim.rules import check_rules
 

@@ -3,7 +3,8 @@
 import pytest
 
 from torchtitan_cp.config import names
-from torchtitan_cp.config.sections import LRScheduler, Optimizer, StageLR
+from torchtitan_cp.config.sections import StageLR
+from torchtitan_cp.config.training import LRScheduler, Optimizer
 from torchtitan_cp.optim.schedule import LR_SHAPES, LearningRates
 
 PEAK = Optimizer(lr=1.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchtitan_cp.config.sections import Activation, Compile
+from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.parallel.apply import wrap_blocks
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.llama import Llama, LlamaArgs
 from tests.support.deep import deep_rows
 from torchtitan_cp.attention import OPERATOR, AttentionMask, Plan, attend, make_plan
-from torchtitan_cp.config.sections import Activation, Compile
+from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.parallel import apply
 from torchtitan_cp.parallel.activation import _is_kept, _saving_contexts, checkpointed, recomputed
 from torchtitan_cp.parallel.offload import HostMemory, OffloadedTensor, restore

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Parallel
+from torchtitan_cp.config.training import Parallel
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline, split_layers
 
 

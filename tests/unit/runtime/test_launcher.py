@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Job
+from torchtitan_cp.config.run import Job
 from torchtitan_cp.runtime import launcher, nodes
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote
 from torchtitan_cp.runtime.watchdog import LOST_RANK

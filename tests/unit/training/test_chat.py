@@ -8,7 +8,7 @@ import pytest
 from tests.support.chats import SPECIAL, TURNS, VARIABLES, plain, write_llama_model, write_tokenizer
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.config.sections import Passkey
+from torchtitan_cp.config.run import Passkey
 from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from torchtitan_cp.evaluation.prompts import VARIANTS, PromptWriter

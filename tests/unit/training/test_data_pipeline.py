@@ -11,7 +11,8 @@ from tests.support.corpus_cache import BYTES
 from tests.support.texts import text_corpus
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.sections import Curriculum, Data, DataSource, Stage
+from torchtitan_cp.config.data import Data, DataSource
+from torchtitan_cp.config.sections import Curriculum, Stage
 from torchtitan_cp.curriculum import ResolvedStage, resolve_stages
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.errors import DataError

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from tests.support.chats import FORMS, plain, write_llama_model, write_templates, write_tokenizer
 from tests.support.disks import failing_lists
-from torchtitan_cp.config.sections import Config, Data, Model
+from torchtitan_cp.config.data import Data
+from torchtitan_cp.config.sections import Config, Model
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
 from torchtitan_cp.data.corpus.tokenizer import load_tokenizer

@@ -12,7 +12,7 @@ from tests.support.runs import TINY, write_run
 from torchtitan_cp.checkpoint.hub import INDEX_FILE
 from torchtitan_cp.cli.check import preflight
 from torchtitan_cp.config import ConfigError, load_config, to_toml
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.training.registry import model_args_of, register
 from torchtitan_cp.training.resolve import check_hub_weights, resolve_run
 

@@ -19,7 +19,8 @@ from tests.support.ropes import draw
 from torchtitan_cp.checkpoint.hub_rope import hub_rope
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.names import ROPE_KINDS
-from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.sections import Model
 from torchtitan_cp.training.export import written_config
 from torchtitan_cp.training.model import set_rope
 from torchtitan_cp.training.read_back import TOLERANCE, check_rotaries, rotaries

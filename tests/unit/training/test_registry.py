@@ -11,7 +11,8 @@ from tests.support.hub_models import PLAIN, SHAPES, change_config, hub_problem, 
 from tests.support.huggingface_families import FAMILIES
 from torchtitan_cp.checkpoint.hub_rope import hub_rope
 from torchtitan_cp.config import load_config
-from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.sections import Model
 from torchtitan_cp.training.registry import model_args_of, register, start_config
 
 

@@ -9,7 +9,7 @@ from models import ARCHITECTURES
 from tests.support.hub_models import write_start
 from tests.support.runs import TINY, write_run
 from torchtitan_cp.config import load_config
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.resolve import resolve_run
 from torchtitan_cp.training.rope_log import log_rope_notes

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchtitan_cp.config.data import ResolvedStageData
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.data.batches.mixture import UNLIMITED, Mixture, samples_within
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.batches.windows import OFFSET, PACKINGS, Window

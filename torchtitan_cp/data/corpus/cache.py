@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_cp.config.data import Data, SourceKeys
 from torchtitan_cp.config.errors import name_in_errors
 from torchtitan_cp.config.file_lock import lock_file
-from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import Corpus

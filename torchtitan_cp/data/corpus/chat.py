@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
 from torchtitan_cp.data.corpus.store import read_json

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from torchtitan_cp.config.sections import Data, SourceKeys
+from torchtitan_cp.config.data import Data, SourceKeys
 from torchtitan_cp.data.corpus.chat import ChatTemplate, read_conversation
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.sources import SOURCES, find_files, location

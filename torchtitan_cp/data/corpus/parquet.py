@@ -7,8 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.corpus.records import BadRecordError, Document, SkippedRecords, SourceFile
 from torchtitan_cp.data.corpus.rows import read_row, wanted_fields
 from torchtitan_cp.data.errors import DataError

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.corpus.records import BadRecordError, Document, SkippedRecords, SourceFile, parse_json
 from torchtitan_cp.data.errors import DataError
 

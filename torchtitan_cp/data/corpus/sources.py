@@ -12,7 +12,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from torchtitan_cp.config.sections import SourceKeys
+from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.data.corpus import parquet, rows
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
 from torchtitan_cp.data.errors import DataError

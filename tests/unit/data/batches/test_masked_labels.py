@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.memory import MemoryStore
 from torchtitan_cp.attention import make_plan
+from torchtitan_cp.config.data import ResolvedStageData
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, collate
 from torchtitan_cp.data.batches.samples import PackedSequence, PackedStream
 from torchtitan_cp.data.batches.stream import TokenStream

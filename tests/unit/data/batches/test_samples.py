@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.memory import MemoryStore
+from torchtitan_cp.config.data import ResolvedStageData
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.data.batches.mixture import UNLIMITED
 from torchtitan_cp.data.batches.samples import PackedSequence, PackedStream, StageSamples, held_out_samples
 from torchtitan_cp.data.batches.stream import TokenStream

@@ -16,7 +16,7 @@ import pytest
 from tests.support.corpus_cache import BYTES, assert_is_the_corpus, contents, data_of, finished, only, partial
 from tests.support.disks import recorded_syncs
 from tests.support.texts import read, text_corpus, warnings, write_files
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus import cache, documents, store, tokenization
 from torchtitan_cp.data.corpus.cache import CacheBuilder, open_cache, prepare

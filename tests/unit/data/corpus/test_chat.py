@@ -21,7 +21,7 @@ from tests.support.chats import (
     turns,
     write_tokenizer,
 )
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
 from torchtitan_cp.data.corpus.records import BadRecordError

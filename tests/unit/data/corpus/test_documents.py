@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.texts import read, text_corpus, texts, warnings, write_files
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus.documents import JOINED_BYTES, Corpus, check_corpus, is_held_out
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.sources import SOURCES

@@ -15,7 +15,7 @@ from pyarrow.parquet import encryption
 
 from tests.support.deep import deep_rows
 from tests.support.texts import texts, warnings
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus.parquet import read_parquet
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.sources import find_files

@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from tests.support.texts import read, texts, warnings, write_files
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus import rows
 from torchtitan_cp.data.corpus.cache import prepare

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.texts import text_corpus, warnings, write_files
-from torchtitan_cp.config.sections import Data, DataSource
+from torchtitan_cp.config.data import Data, DataSource
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.cache import PreparedSource, prepare
 from torchtitan_cp.data.corpus.statistics import LengthStatistics, SourceStatistics, statistics_table

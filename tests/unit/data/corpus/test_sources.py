@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.texts import read, texts, warnings, write_files
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.errors import DataError

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from tests.support.half_made import BYTES, data_of, files, rows, stop_after
 from tests.support.texts import text_corpus, warnings, write_files
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus import tokenization
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.records import Document

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaTokenizer
 
 from tests.support.chats import write_llama_model
 from torchtitan_cp.config import UserError
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.added_tokens import AddedToken
 from torchtitan_cp.data.corpus.documents import Corpus

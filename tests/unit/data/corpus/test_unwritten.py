@@ -27,7 +27,7 @@ from tests.support.chats import (
     write_tokenizer,
 )
 from tests.support.corpus_cache import only
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template, read_conversation

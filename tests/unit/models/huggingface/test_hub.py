@@ -23,7 +23,8 @@ from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, eager_model
 from torchtitan_cp.checkpoint.hub import load_parts, read_shard
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.sections import Model
 from torchtitan_cp.training.registry import config_for_hub, register
 
 CPU = torch.device("cpu")

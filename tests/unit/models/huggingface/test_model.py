@@ -13,7 +13,7 @@ from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, LACKING, as_markdown, eager_model
 from tests.support.huggingface_parity import Row, compare, copy_weights
 from torchtitan_cp.attention import AttentionMask, make_plan
-from torchtitan_cp.config.sections import Activation, Compile
+from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.data.batches.micro_batches import BatchLayout
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy
 from torchtitan_cp.parallel.apply import wrap_blocks
