@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_cp.config.data import SourceKeys
+from torchtitan_cp.config.data import Data, SourceKeys
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 
@@ -33,6 +33,10 @@ def text_corpus(folder: Path, files: int = 40) -> Path:
             for index in range(files)
         },
     )
+
+
+def text_data(path: Path | str, document: str = "file", validation_fraction: float = 0.0) -> Data:
+    return Data(source="text", path=str(path), document=document, validation_fraction=validation_fraction)
 
 
 def read(data: SourceKeys, skipped_records: SkippedRecords | None = None) -> list[Document]:

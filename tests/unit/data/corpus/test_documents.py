@@ -9,16 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.texts import read, text_corpus, texts, warnings, write_files
+from tests.support.texts import read, text_corpus, text_data, texts, warnings, write_files
 from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus.documents import JOINED_BYTES, Corpus, check_corpus, is_held_out
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.sources import SOURCES
 from torchtitan_cp.data.errors import DataError
-
-
-def text_data(path: Path | str, document: str = "file", validation_fraction: float = 0.0) -> Data:
-    return Data(source="text", path=str(path), document=document, validation_fraction=validation_fraction)
 
 
 def refuse(data: Data) -> str:
@@ -75,14 +71,6 @@ def test_empty_files_are_skipped_without_a_word(tmp_path: Path, caplog: pytest.L
     write_files(tmp_path, {"a.txt": "", "b.txt": "good"})
     assert texts(text_data(tmp_path)) == ["good"]
     assert not caplog.records
-
-
-def test_only_the_first_five_of_a_kind_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_files(tmp_path, {f"{index}.txt": b"\xff" for index in range(7)} | {"good": "good"})
-    skipped_records = SkippedRecords()
-    texts(text_data(tmp_path), skipped_records)
-    assert len(warnings(caplog)) == 5
-    assert skipped_records.summary() == "7 x not UTF-8"
 
 
 def test_a_folders_files_join_in_order_each_ending_with_a_newline(tmp_path: Path) -> None:

@@ -9,17 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.texts import read, texts, warnings, write_files
+from tests.support.texts import read, text_data, texts, warnings, write_files
 from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.errors import DataError
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
-
-
-def text_data(path: Path | str, document: str = "file", validation_fraction: float = 0.0) -> Data:
-    return Data(source="text", path=str(path), document=document, validation_fraction=validation_fraction)
 
 
 def refuse(data: Data) -> str:
