@@ -240,3 +240,7 @@ def stand_in(
             outs.append(scale * (q[token].unsqueeze(-1) * state).sum(1))
         states.append(state)
     return torch.stack(outs).unsqueeze(0).to(v.dtype), torch.stack(states)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return ((got - want).norm() / want.norm()).item()

@@ -59,3 +59,9 @@ def attention_with_sinks(
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(copies, 2))
     out.backward(dout.double())
     return out.detach(), *(leaf.grad for leaf in leaves)  # type: ignore[return-value]
+
+
+def draw_inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
+    """q, k, v, dout, `[1, S, H, 8]` in fp64."""
+    counts = (heads[0], heads[1], heads[1], heads[0])
+    return [torch.randn(1, seq_len, count, 8, dtype=torch.float64) for count in counts]

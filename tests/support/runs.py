@@ -198,3 +198,12 @@ def full_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 EXPERTS = TINY.replace('flavor = "debug"', 'architecture = "moe"\nflavor = "debug"').replace(
     "ffn_dim = 96", "ffn_dim = 40, qk_norm = true, n_experts = 6, experts_per_token = 2, balance = 0.5"
 )
+
+
+def config_of_lines(folder: Path, *lines: str) -> Config:
+    """A config of these lines and one step of 64 tokens."""
+    path = folder / "run.toml"
+    path.write_text(
+        "\n".join([*lines, "[[curriculum.stages]]", "seq_len = 64", "steps = 1", "global_batch_tokens = 64"])
+    )
+    return load_config(path)

@@ -8,6 +8,7 @@ import pytest
 from torchtitan_cp.config.data import Data, SourceKeys
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
+from torchtitan_cp.data.errors import DataError
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -49,3 +50,9 @@ def texts(data: SourceKeys, skipped_records: SkippedRecords | None = None) -> li
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def refuse(data: Data) -> str:
+    with pytest.raises(DataError) as caught:
+        read(data)
+    return str(caught.value)

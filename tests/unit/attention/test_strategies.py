@@ -4,25 +4,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from benchmarks.simulation import simulate
-from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks
+from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks, draw_inputs
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.strategies import STRATEGIES, choose_strategy, log_choice
-
-
-def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
-    counts = (heads[0], heads[1], heads[1], heads[0])
-    return [torch.randn(1, seq_len, count, 8, dtype=torch.float64) for count in counts]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=(40, -1), document_lengths=((100, 3, 409),))])
 @pytest.mark.parametrize("ranks", [16, pytest.param(64, marks=pytest.mark.deep)])
 def test_many_ranks_equal_the_full_sequence(strategy: str, mask: AttentionMask, ranks: int) -> None:
-    q, k, v, dout = inputs(512)
+    q, k, v, dout = draw_inputs(512)
     inner = 4 if strategy == "hybrid" else 1
     result = simulate(q, k, v, ranks=ranks, mask=mask, strategy=strategy, all_to_all_ranks=inner, dout=dout)
     expected = attention_with_gradients(q, k, v, dout, mask)
@@ -32,7 +26,7 @@ def test_many_ranks_equal_the_full_sequence(strategy: str, mask: AttentionMask, 
 
 
 def test_sinks_of_all_ranks_sum_to_those_of_one_process() -> None:
-    q, k, v, dout = inputs(96, (6, 2))
+    q, k, v, dout = draw_inputs(96, (6, 2))
     sinks = torch.linspace(-4, 4, 6, dtype=torch.float64)
     result = simulate(q, k, v, ranks=4, strategy="all_to_all", sinks=sinks, dout=dout, scale=0.3)
     *_, dsinks = attention_with_sinks(q, k, v, dout, sinks, AttentionMask(), 0.3)

@@ -1,17 +1,12 @@
 """Simulated ranks: what ends a simulation."""
 
 import pytest
-import torch
 from torch import Tensor
 
 from benchmarks.simulation import simulate
+from tests.support.oracle import draw_inputs
 from torchtitan_cp.attention import PlanError
 from torchtitan_cp.attention.kernels import KERNELS, Kernel
-
-
-def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
-    counts = (heads[0], heads[1], heads[1], heads[0])
-    return [torch.randn(1, seq_len, count, 8, dtype=torch.float64) for count in counts]
 
 
 def test_a_kernel_that_fails_on_one_rank_ends_the_simulation_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,10 +21,10 @@ def test_a_kernel_that_fails_on_one_rank_ends_the_simulation_with_its_error(monk
     broken = Kernel(failing, KERNELS["reference"].backward, takes_band=lambda queries, keys, band: True)
     monkeypatch.setitem(KERNELS, "broken", broken)
     with pytest.raises(ValueError, match="out of order"):
-        simulate(*inputs(64)[:3], ranks=4, strategy="ring", kernel="broken")
+        simulate(*draw_inputs(64)[:3], ranks=4, strategy="ring", kernel="broken")
 
 
 def test_shapes_are_checked_as_on_ranks() -> None:
-    q, k, v, _ = inputs(64)
+    q, k, v, _ = draw_inputs(64)
     with pytest.raises(PlanError, match="dtypes differ"):
         simulate(q, k.float(), v, ranks=4)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.support.chats import SPECIAL, TURNS, VARIABLES, plain, write_llama_model, write_tokenizer
-from torchtitan_cp.config import Config, ConfigError, load_config
+from tests.support.runs import config_of_lines
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.run import Passkey
 from torchtitan_cp.data.corpus.chat import ChatTemplate
@@ -24,14 +25,6 @@ from torchtitan_cp.training.chat import (
 CHATML = plain("chatml")
 END, START_TURN, END_TURN = (SPECIAL.index(token) for token in ("</s>", "<|im_start|>", "<|im_end|>"))
 BYTES_TEMPLATE = ChatTemplate(TURNS.read_text(), {"eos_token": ByteTokenizer().eos_token})
-
-
-def config_of(folder: Path, *lines: str) -> Config:
-    path = folder / "run.toml"
-    path.write_text(
-        "\n".join([*lines, "[[curriculum.stages]]", "seq_len = 64", "steps = 1", "global_batch_tokens = 64"])
-    )
-    return load_config(path)
 
 
 def test_an_answer_ends_at_the_end_of_text_and_at_special_tokens_right_behind_it(tmp_path: Path) -> None:
@@ -115,14 +108,14 @@ def test_a_template_that_does_not_take_a_question_or_changes_its_text_is_named()
 
 
 def test_a_run_takes_the_template_of_its_conversations_and_else_of_its_tokenizer(tmp_path: Path) -> None:
-    plain = config_of(tmp_path, "[data]", 'source = "python-stdlib"', "[tokenizer]", 'kind = "bytes"')
+    plain = config_of_lines(tmp_path, "[data]", 'source = "python-stdlib"', "[tokenizer]", 'kind = "bytes"')
     assert chat_template_of(plain) is None
     (tmp_path / "own.jinja").write_text("own")
     path = write_tokenizer(tmp_path / "hub")
     lines = ["[tokenizer]", 'kind = "huggingface"', f'path = "{path}"', "[data]"]
-    assert chat_template_of(config_of(tmp_path, *lines)) is None
+    assert chat_template_of(config_of_lines(tmp_path, *lines)) is None
     (tmp_path / "hub" / "chat_template.jinja").write_text(CHATML)
-    found = chat_template_of(config_of(tmp_path, *lines))
+    found = chat_template_of(config_of_lines(tmp_path, *lines))
     assert found
     assert found.source == CHATML
     assert found.variables == VARIABLES
@@ -131,10 +124,10 @@ def test_a_run_takes_the_template_of_its_conversations_and_else_of_its_tokenizer
         *("[[data.sources]]", 'name = "chats"', 'source = "python-docstrings"'),
         f'chat_template = "{tmp_path / "own.jinja"}"',
     ]
-    found = chat_template_of(config_of(tmp_path, *lines, *sources))
+    found = chat_template_of(config_of_lines(tmp_path, *lines, *sources))
     assert found
     assert found.source == "own"
     more = ["[[data.sources]]", 'name = "more"', 'source = "python-docstrings"']
     more += ["[[data.sources]]", 'name = "most"', 'source = "python-docstrings"']
-    run = config_of(tmp_path, *lines, *sources, *more)
+    run = config_of_lines(tmp_path, *lines, *sources, *more)
     assert [template.source for template in chat_templates_of(run)] == ["own", CHATML]

@@ -3,23 +3,15 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from torchtitan_cp.config import Config, load_config
+from tests.support.runs import config_of_lines
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
 from torchtitan_cp.training.evaluator import Evaluator
-
-
-def config_of(folder: Path, *lines: str) -> Config:
-    path = folder / "run.toml"
-    path.write_text(
-        "\n".join([*lines, "[[curriculum.stages]]", "seq_len = 64", "steps = 1", "global_batch_tokens = 64"])
-    )
-    return load_config(path)
 
 
 def test_retrieval_is_left_out_where_the_template_takes_no_question(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ raise_exception('a system message comes first') }}")
     lines = ["[tokenizer]", 'kind = "bytes"', "[data]", 'source = "python-docstrings"']
-    config = config_of(tmp_path, *lines, f'chat_template = "{tmp_path / "own.jinja"}"')
+    config = config_of_lines(tmp_path, *lines, f'chat_template = "{tmp_path / "own.jinja"}"')
     stage = SimpleNamespace(cp=1, tp=1, seq_len=64)
     pipeline = SimpleNamespace(
         config=config,

@@ -1,19 +1,14 @@
 """The causal convolution on one process: how it rounds, and how many kernels it takes."""
 
 import torch
-from torch import Tensor
 from torch.profiler import profile
 
-from tests.support.linear_cases import with_gradients
+from tests.support.linear_cases import relative_error, with_gradients
 from torchtitan_cp.attention import AttentionMask, causal_conv, make_plan
 from torchtitan_cp.attention.linear.convolution import _convolve
 
 S = 130
 PLAN = make_plan(S, mask=AttentionMask(document_lengths=((50, 80),)))
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return ((got - want).norm() / want.norm()).item()
 
 
 def test_the_gradients_of_a_convolution_in_bf16_are_rounded_once() -> None:
@@ -23,7 +18,7 @@ def test_the_gradients_of_a_convolution_in_bf16_are_rounded_once() -> None:
     )
     want = with_gradients(lambda *y: causal_conv(*y, PLAN), [x.double(), weight.double()], dout.double())
     for got, exact in zip(with_gradients(lambda *y: causal_conv(*y, PLAN), [x, weight], dout), want, strict=True):
-        assert relative(got, exact) < 1.02 * relative(exact.bfloat16(), exact)
+        assert relative_error(got, exact) < 1.02 * relative_error(exact.bfloat16(), exact)
 
 
 def test_a_convolution_takes_no_kernel_for_each_document_that_lies_apart() -> None:

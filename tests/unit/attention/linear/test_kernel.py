@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.linear_cases import relative_error
 from torchtitan_cp.attention.linear.kernel import CHUNK, GROUPED_FROM, Factors, scan
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return ((got - want).norm() / want.norm()).item()
 
 
 def test_a_map_that_decays_to_nothing_holds_no_subnormal_numbers() -> None:
@@ -38,4 +35,4 @@ def test_chunks_in_groups_carry_the_states_of_chunks_one_after_the_other(back: b
                 starts = {place: normal(1, 3, 5)[0] for place in places}
                 want = scan(factors, added, starts, back)
                 for got, exact in zip(scan(factors, added, starts, back, in_groups=True), want, strict=True):
-                    assert relative(got, exact) < 1e-13
+                    assert relative_error(got, exact) < 1e-13

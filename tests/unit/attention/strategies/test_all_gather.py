@@ -1,16 +1,11 @@
 """The order of gathered keys."""
 
 import pytest
-import torch
 from torch import Tensor
 
 from benchmarks.simulation import simulate
+from tests.support.oracle import draw_inputs
 from torchtitan_cp.attention.kernels import KERNELS, Kernel
-
-
-def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
-    counts = (heads[0], heads[1], heads[1], heads[0])
-    return [torch.randn(1, seq_len, count, 8, dtype=torch.float64) for count in counts]
 
 
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 2 + 2), (4, 3 + 4 + 4 + 2), (16, 3 + 14 * 4 + 2)])
@@ -25,7 +20,7 @@ def test_gathered_keys_are_put_in_order_only_where_that_saves_kernel_calls(
 
     counted = Kernel(counting, KERNELS["reference"].backward)
     monkeypatch.setitem(KERNELS, f"counted-{ranks}", counted)  # a kernel is chosen once a name
-    simulate(*inputs(256, (1, 1))[:3], ranks=ranks, strategy="all_gather", kernel=f"counted-{ranks}")
+    simulate(*draw_inputs(256, (1, 1))[:3], ranks=ranks, strategy="all_gather", kernel=f"counted-{ranks}")
     # Each of two ranks calls the kernel once a shard. In order, a rank's two chunks cost a rectangle and a triangle
     # each; the first chunk of the sequence is a triangle alone, and the last rank's chunks are neighbours.
     assert len(made) == calls

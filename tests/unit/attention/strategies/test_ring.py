@@ -1,19 +1,14 @@
 """Rows that the ring sends."""
 
 import torch
-from torch import Tensor
 
 from benchmarks.simulation import simulate
+from tests.support.oracle import draw_inputs
 from torchtitan_cp.attention import AttentionMask
 
 
-def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
-    counts = (heads[0], heads[1], heads[1], heads[0])
-    return [torch.randn(1, seq_len, count, 8, dtype=torch.float64) for count in counts]
-
-
 def test_ring_sends_the_rows_of_the_plan_and_no_more() -> None:
-    q, k, v, _ = inputs(256)
+    q, k, v, _ = draw_inputs(256)
     result = simulate(q, k, v, ranks=8, strategy="ring", mask=AttentionMask(document_lengths=((100, 156),)))
     row_bytes = 2 * 2 * 8 * 8  # K and V, 2 heads, 8 dims, fp64
     for plan, sent in zip(result.plans, result.forward_bytes, strict=True):

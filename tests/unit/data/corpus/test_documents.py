@@ -9,18 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.texts import read, text_corpus, text_data, texts, warnings, write_files
+from tests.support.texts import read, refuse, text_corpus, text_data, texts, warnings, write_files
 from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus.documents import JOINED_BYTES, Corpus, check_corpus, is_held_out
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.sources import SOURCES
 from torchtitan_cp.data.errors import DataError
-
-
-def refuse(data: Data) -> str:
-    with pytest.raises(DataError) as caught:
-        read(data)
-    return str(caught.value)
 
 
 def test_the_check_finds_what_reading_would(tmp_path: Path) -> None:

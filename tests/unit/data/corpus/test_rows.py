@@ -17,7 +17,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tests.support.texts import read, texts, warnings, write_files
+from tests.support.row_files import rows_data, write_parquet
+from tests.support.texts import read, refuse, texts, warnings, write_files
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
@@ -30,22 +31,6 @@ from torchtitan_cp.data.errors import DataError
 
 LINES = [f"row {index} ä" for index in range(700)]
 BYTES = TokenizerConfig(kind="bytes")
-
-
-def rows_data(source: str, path: Path | str, **keys: Any) -> Data:
-    return Data(source=source, path=str(path), **{"validation_fraction": 0.0, **keys})
-
-
-def write_parquet(path: Path, columns: dict[str, Any], row_group_rows: int = 100) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pa.table(columns), path, row_group_size=row_group_rows)
-    return path
-
-
-def refuse(data: Data) -> str:
-    with pytest.raises(DataError) as caught:
-        read(data)
-    return str(caught.value)
 
 
 def test_parquet_gives_its_rows_in_order_over_row_groups_and_files(tmp_path: Path) -> None:

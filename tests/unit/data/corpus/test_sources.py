@@ -9,19 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.texts import read, text_data, texts, warnings, write_files
+from tests.support.texts import refuse, text_data, texts, warnings, write_files
 from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
-from torchtitan_cp.data.errors import DataError
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
-
-
-def refuse(data: Data) -> str:
-    with pytest.raises(DataError) as caught:
-        read(data)
-    return str(caught.value)
 
 
 def test_the_standard_library_is_found_without_what_was_installed_beside_it() -> None:

@@ -6,16 +6,15 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import parquet
 
 from tests.support.half_made import BYTES, data_of, files, rows, stop_after
+from tests.support.row_files import rows_data, write_parquet
 from tests.support.texts import text_corpus, warnings, write_files
 from torchtitan_cp.config.data import Data
 from torchtitan_cp.data.corpus import tokenization
@@ -107,16 +106,6 @@ def stop_after_beside(monkeypatch: pytest.MonkeyPatch, data: Data, last: int, be
     left = stop_after(monkeypatch, data, last)
     hidden.rename(beside)
     return left
-
-
-def rows_data(source: str, path: Path | str, **keys: Any) -> Data:
-    return Data(source=source, path=str(path), **{"validation_fraction": 0.0, **keys})
-
-
-def write_parquet(path: Path, columns: dict[str, Any], row_group_rows: int = 100) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pa.table(columns), path, row_group_size=row_group_rows)
-    return path
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
