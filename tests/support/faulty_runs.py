@@ -5,6 +5,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.inject import Inject, inject
 from tests.support.runs import losses, prepared
+from torchtitan_cp.health import recovery
 from torchtitan_cp.health.recovery import NonFiniteError
 from torchtitan_cp.parallel.pipeline_stages import SPLITS_ANY_BACKWARD
 from torchtitan_cp.training.trainer import Trainer
@@ -130,7 +132,8 @@ def healthy_steps(path: Path, faults: dict[int, Inject], *overrides: str) -> tup
         return healthy
 
     trainer._step = remembered  # type: ignore[method-assign]
-    trainer.run()
+    with patch.object(recovery, "MAX_SKIPS", 2):
+        trainer.run()
     dist.barrier()
     lines = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
     healthy = [line for line in lines if not line["skipped"]]
@@ -148,7 +151,8 @@ def ending(path: Path, faults: dict[int, Inject], *overrides: str) -> tuple[str,
 
     trainer._step = with_fault  # type: ignore[method-assign]
     try:
-        trainer.run()
+        with patch.object(recovery, "MAX_SKIPS", 1):
+            trainer.run()
     except NonFiniteError as error:
         end = str(error)
     dist.barrier()

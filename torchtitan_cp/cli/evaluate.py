@@ -34,12 +34,15 @@ from torchtitan_cp.training.trainer import Trainer
 WAIT_SECONDS = 3600.0
 
 
-def evaluate(saved: SavedModel, config: Config, world: World, number: int | None = None) -> EvaluationResult:
+def evaluate(
+    saved: SavedModel, config: Config, world: World, number: int | None = None, depths: int | None = None
+) -> EvaluationResult:
     """Evaluate a checkpoint. Collective.
 
     Args:
         config: what `evaluation_config` makes of the run's config for these ranks.
         number: stage, from 0, whose length and text are used; None: the checkpoint's own.
+        depths: positions of a planted key; None: as many as in a run.
 
     Raises:
         UserError: the config does not fit the ranks, the corpus is not the run's, a file cannot be read, or nothing
@@ -51,6 +54,8 @@ def evaluate(saved: SavedModel, config: Config, world: World, number: int | None
     check_identity(saved.progress.identity, identity, saved.path, "run this in the folder where training was started")
     stage = trainer.stages[saved.stage_index if number is None else number]
     load_weights(saved, trainer.model.parts)
+    if depths:
+        trainer.evaluator.depths = depths
     columns = SpinnerColumn(), TextColumn("{task.completed:.0f} batches"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=world.rank != 0) as bar:
         task = bar.add_task("evaluating", total=None)
@@ -74,7 +79,7 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
         tokens = stage.seq_len * config.training.micro_batch_sequences
         return Stage(stage.name, stage.seq_len, steps=1, global_batch_tokens=tokens, rope=stage.rope, data=stage.data)
 
-    given = {name: getattr(options, name) for name in ("variants", "lengths", "depths", "trials")}
+    given = {name: getattr(options, name) for name in ("variants", "lengths", "trials")}
     passkey = replace(config.evaluation.passkey, **{name: value for name, value in given.items() if value is not None})
     training_only = ("parallel", "context_parallel", "optimizer", "lr_scheduler", "activation", "compile", "health")
     plain = replace(config, **{name: getattr(Config(), name) for name in (*training_only, "profiling")})
@@ -107,8 +112,8 @@ def main(arguments: list[str]) -> int:
         prog="torchtitan-cp evaluate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Defaults are those of [evaluation] in the run's config.toml.\nRun it in the folder where the run was "
-        "started: paths to the corpus in its config are relative to that.",
+        epilog="Defaults are those of [evaluation] in the run's config.toml, and 5 depths.\nRun it in the "
+        "folder where the run was started: paths to the corpus in its config are relative to that.",
     )
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="variants of prompts")
@@ -156,7 +161,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         config = config.with_keys(context_parallel={"kernel": "auto"})
         if world.rank == 0:
             print(f"note: {error.message}; 'auto' is used", file=sys.stderr)
-    found = evaluate(saved, config, world, number)
+    found = evaluate(saved, config, world, number, options.depths)
     if options.lengths and not any(one.by_length() for one in found.retrieval.values()):
         raise ConfigError(
             f"none of --lengths is measured; left out: {'; '.join(found.left_out) or 'all, without --trials'}",

@@ -61,12 +61,11 @@ class Health:
     """What happens after a step with non-finite values, or a spike.
 
     Attributes:
-        on_nonfinite: halt the job at a step with non-finite values, or skip it; too many skips in a row roll back
+        on_nonfinite: halt the job at a step with non-finite values, or skip it; after five skips in a row the run
+            rolls back: it loads the last good checkpoint, and skips the text read since
         on_spike: a finite step far above the others: warn, or handle it as on_nonfinite says
         spike_threshold: standard deviations above the median (from the MAD, at least 5 %) that count as a spike; 0:
             never
-        max_consecutive_skips: skipped steps in a row before the run rolls back: it loads the last good checkpoint, and
-            skips the text read since
         max_rollbacks: rollbacks in a run before the job halts; 0: it halts without one
         replay: repeat a step with non-finite values, name the module, rank and token where they begin, and keep the
             tensors of the first three in health/
@@ -75,7 +74,6 @@ class Health:
     on_nonfinite: str = key("halt", choices=("halt", "skip"))
     on_spike: str = key("warn", choices=("warn", "handle"))
     spike_threshold: float = key(10.0, least=0)
-    max_consecutive_skips: int = key(5, least=1)
     max_rollbacks: int = key(2, least=0)
     replay: bool = True
 
@@ -105,8 +103,7 @@ class Passkey:
     Attributes:
         variants: passkey: one key; multi_key: several, one asked for; variable_tracking: a chain of assignments
         lengths: tokens of a prompt; empty: a quarter, half and all of the stage's length
-        depths: positions of the key, evenly from the start of a prompt to its question
-        trials: prompts for each length and depth; 0: none
+        trials: prompts for each length and each of five positions of the key, from the start to the question; 0: none
         needle: text that states a key, with {name} (five letters) and {key} (seven digits) or {word} (seven small
             letters); {key:.4} takes the first four
         question: text that asks for it and ends with the key
@@ -114,7 +111,6 @@ class Passkey:
 
     variants: tuple[str, ...] = key(("passkey",), choices=names.VARIANTS)
     lengths: tuple[int, ...] = key((), least=1)
-    depths: int = key(5, least=1)
     trials: int = key(4, least=0)
     needle: str = " One of the special magic numbers for {name} is: {key}. "
     question: str = key(

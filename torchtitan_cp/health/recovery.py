@@ -11,6 +11,8 @@ from torchtitan_cp.config.run import Health
 FindCheckpoint = Callable[[int | None], tuple[Path, Any] | None]
 # A message for the log; path and progress of the checkpoint to load, or None to keep the weights as they are.
 Recovery = tuple[str, tuple[Path, Any] | None]
+# A bad document or a flipped bit spoils a step or two; what spoils five in a row comes again.
+MAX_SKIPS = 5
 
 
 class NonFiniteError(RuntimeError):
@@ -68,15 +70,15 @@ class RecoveryPolicy:
         Raises:
             NonFiniteError: the job has to halt.
         """
-        state, settings, limit = self.state, self.settings, self.settings.max_consecutive_skips
+        state, settings = self.state, self.settings
         state.skips, state.all_skips, state.bad_steps = state.skips + 1, state.all_skips + 1, state.bad_steps + 1
         if settings.on_nonfinite == "halt":
             raise NonFiniteError(
                 f"{problem}. No weight was changed.\n  fix: look at the data and the learning rate of "
                 'this step; health.on_nonfinite = "skip" skips such steps'
             )
-        if state.skips <= limit and weights_finite:
-            return f"{problem}. Skipped: no weight was changed ({state.skips} of at most {limit} in a row)", None
+        if state.skips <= MAX_SKIPS and weights_finite:
+            return f"{problem}. Skipped: no weight was changed ({state.skips} of at most {MAX_SKIPS} in a row)", None
         # If no healthy step followed the last rollback, its checkpoint does not help.
         too_new = state.rolled_back_to if state.rolled_back_to >= 0 and not state.healthy_steps else None
         checkpoint = find_checkpoint(too_new) if state.rollbacks < settings.max_rollbacks else None

@@ -83,6 +83,7 @@ class Evaluator:
             out; short_loss_rise compares the loss at the first stage's length with that at its end.
         set_activity: tells the watchdog what this rank does.
         stop_requested: whether this rank was asked to stop.
+        depths: positions of a planted key, evenly from the start of a prompt to its question.
 
     Attributes:
         budget: limits the time of evaluations; the trainer adds the time of training to it.
@@ -94,6 +95,7 @@ class Evaluator:
     stages: Sequence[ResolvedStage]
     set_activity: Callable[[str], None]
     stop_requested: Callable[[], bool]
+    depths: int = 5
 
     def __post_init__(self) -> None:
         config, encode = self.data_pipeline.config, self.data_pipeline.corpus.tokenizer.encode_chat_batch
@@ -344,7 +346,7 @@ class Evaluator:
         unit = length_unit(stage.cp, stage.tp)
         default = [stage.seq_len // part // unit * unit for part in (4, 2, 1)]
         lengths = tuple(sorted({length for length in passkey.lengths or default if length}))
-        depths = tuple(number / max(1, passkey.depths - 1) for number in range(passkey.depths))
+        depths = tuple(number / max(1, self.depths - 1) for number in range(self.depths))
         try:
             self.prompts.frame = self._frame(stage)
         except ConfigError as error:

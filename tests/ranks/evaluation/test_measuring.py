@@ -46,7 +46,6 @@ max_share = 1.0
 
 [evaluation.passkey]
 lengths = [64, 128]
-depths = 3
 trials = 3
 needle = "#{{{{name:.1}}}}{{{{key:.2}}}}"
 question = "#{{{{name:.1}}}}{{{{key:.2}}}}"
@@ -486,7 +485,7 @@ def grid(folder: Path, out: Path, number: int | None = None, tokens: int | None 
     """On a rank: what the program finds of a run's newest checkpoint, as it writes it."""
     register(ARCHITECTURES)
     saved = open_saved_model(folder)
-    options = argparse.Namespace(variants=None, lengths=None, depths=None, trials=None, tokens=tokens)
+    options = argparse.Namespace(variants=None, lengths=None, trials=None, tokens=tokens)
     world = start_ranks(60.0)
     found = evaluate(saved, evaluation_config(saved.config, world.size, options), world, number)
     if world.rank == 0:

@@ -49,7 +49,7 @@ def saved_tensors(path: Path) -> dict[str, Tensor]:
     return state
 
 
-STOPS = ("--health.max_consecutive_skips=2", "--checkpoint.interval=2", "--checkpoint.keep=99")
+STOPS = ("--checkpoint.interval=2", "--checkpoint.keep=99")
 
 
 def test_a_run_is_rolled_back_skips_the_text_and_does_so_when_resumed(
@@ -94,7 +94,6 @@ def test_a_run_that_diverges_is_skipped_rolled_back_and_halted(
         "--lr_scheduler.warmup_steps=40",
         "--curriculum.stages[0].steps=45",
         "--health.on_spike=handle",
-        "--health.max_consecutive_skips=1",
         "--health.max_rollbacks=1",
         "--checkpoint.interval=4",
         "--checkpoint.keep=99",
@@ -188,7 +187,7 @@ def test_a_rollback_over_the_border_of_two_stages_ends_the_first_again_and_skips
     folder = run_toml.parent / "border"
     table = "{seq_len = %d, steps = 4, global_batch_tokens = 512}"
     stages = f"--curriculum.stages=[{table % 128}, {table % 256}]"
-    settings = ("--health.max_consecutive_skips=2", "--checkpoint.interval=99", "--checkpoint.keep=9")
+    settings = ("--checkpoint.interval=99", "--checkpoint.keep=9")
     faults = {step: Inject(step=step, where="data") for step in (5, 6, 7)}
     _, text, rates = ranks(1)(healthy_steps, run_toml, faults, f"--job.dump_folder={folder}", stages, *settings)[0]
     assert [number // 4 for number in text[:4]] == [0, 1, 2, 3]

@@ -11,5 +11,5 @@ from torchtitan_cp.config.check import check_config
 
 def test_a_run_with_a_warm_up_longer_than_its_number_of_stages_can_be_evaluated(tmp_path: Path) -> None:
     config = load_config(write_run(tmp_path, TINY), ["--lr_scheduler.warmup_steps=2"])
-    options = Namespace(tokens=None, variants=None, lengths=None, depths=None, trials=None)
+    options = Namespace(tokens=None, variants=None, lengths=None, trials=None)
     check_config(evaluation_config(config, 1, options), 1)

@@ -17,6 +17,7 @@ lr_steps = 100
 idle_expert_steps = 100
 spike_window = 64
 bundles = 3
+max_consecutive_skips = 5
 inject = {step = 0, steps = 1, rank = 0, where = "forward", layer = 0, module = "", kind = "nan", transient = false}
 
 [compile]
@@ -41,6 +42,7 @@ keep_every_steps = 0
 
 [evaluation.passkey]
 keys = 4
+depths = 5
 """
 
 

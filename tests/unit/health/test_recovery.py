@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config.run import Health
-from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
+from torchtitan_cp.health.recovery import MAX_SKIPS, NonFiniteError, RecoveryPolicy
 
 WHAT = "step 3 (stage 1, 4K) is not healthy: rank 1: the loss is nan"
 CHECKPOINT = (Path("step-7"), Progress(step=7))
@@ -42,41 +42,43 @@ def test_halt_raises_with_the_step_and_the_finding() -> None:
 
 
 def test_skips_and_rollbacks_come_in_order_and_each_so_often() -> None:
-    it = policy_of(max_consecutive_skips=1, max_rollbacks=2)
-    assert climb(it) == ["skip", "rollback", "skip", "rollback", "skip"]
-    assert (it.state.all_skips, it.state.rollbacks) == (6, 2)
+    skips = ["skip"] * MAX_SKIPS
+    it = policy_of(max_rollbacks=2)
+    assert climb(it) == [*skips, "rollback", *skips, "rollback", *skips]
+    assert (it.state.all_skips, it.state.rollbacks) == (3 * (MAX_SKIPS + 1), 2)
 
 
 def test_without_a_checkpoint_or_a_rollback_left_the_run_halts_after_its_skips() -> None:
-    assert climb(policy_of(max_consecutive_skips=2), can_roll_back=False) == ["skip", "skip"]
-    assert climb(policy_of(max_consecutive_skips=1, max_rollbacks=0)) == ["skip"]
+    assert climb(policy_of(), can_roll_back=False) == ["skip"] * MAX_SKIPS
+    assert climb(policy_of(max_rollbacks=0)) == ["skip"] * MAX_SKIPS
 
 
 @pytest.mark.parametrize(("rollbacks", "why"), [(0, "health.max_rollbacks = 0"), (1, "there is no checkpoint to load")])
 def test_the_end_says_what_was_tried(rollbacks: int, why: str) -> None:
-    it = policy_of(max_consecutive_skips=2, max_rollbacks=rollbacks)
-    decide(it)
-    decide(it)
-    with pytest.raises(NonFiniteError, match=rf"2 skipped steps in a row and 0 rollbacks, and {why}\. No weight was"):
+    it = policy_of(max_rollbacks=rollbacks)
+    assert [decide(it) for _ in range(MAX_SKIPS)] == ["skip"] * MAX_SKIPS
+    tried = rf"{MAX_SKIPS} skipped steps in a row and 0 rollbacks, and {why}\. No weight was"
+    with pytest.raises(NonFiniteError, match=tried):
         decide(it, can_roll_back=False)
 
 
 def test_the_message_says_what_was_done() -> None:
-    it = policy_of(max_consecutive_skips=1)
+    it = policy_of()
     find = lambda _: CHECKPOINT  # noqa: E731
-    skipped = f"{WHAT}. Skipped: no weight was changed (1 of at most 1 in a row)"
-    assert it.choose_action(WHAT, find) == (skipped, None)
+    for number in range(1, MAX_SKIPS + 1):
+        skipped = f"{WHAT}. Skipped: no weight was changed ({number} of at most {MAX_SKIPS} in a row)"
+        assert it.choose_action(WHAT, find) == (skipped, None)
     message, checkpoint = it.choose_action(WHAT, find)
     assert checkpoint == CHECKPOINT
     assert message == f"{WHAT}. ROLLED BACK to step-7, and the text since is skipped (1 rollbacks so far)"
 
 
 def test_skips_are_counted_and_a_good_step_starts_the_count_again() -> None:
-    it = policy_of(max_consecutive_skips=2)
+    it = policy_of()
     assert (decide(it), it.state.skips) == ("skip", 1)
     it.record_healthy_step()
-    assert (decide(it), it.state.skips) == ("skip", 1)
-    assert (decide(it), it.state.skips) == ("skip", 2)
+    for number in range(1, MAX_SKIPS + 1):
+        assert (decide(it), it.state.skips) == ("skip", number)
     assert decide(it) == "rollback"
 
 
@@ -99,8 +101,8 @@ def test_a_run_that_is_bad_again_at_once_after_a_rollback_goes_further_back() ->
 
 
 def test_the_state_survives_a_checkpoint() -> None:
-    it = policy_of(max_consecutive_skips=1, max_rollbacks=1)
-    assert [decide(it), decide(it), decide(it)] == ["skip", "rollback", "skip"]
+    it, skips = policy_of(max_rollbacks=1), ["skip"] * MAX_SKIPS
+    assert [decide(it) for _ in range(2 * MAX_SKIPS + 1)] == [*skips, "rollback", *skips]
     resumed = RecoveryPolicy(it.settings, json.loads(json.dumps(dataclasses.asdict(it.state))))
     assert resumed.state == it.state
     with pytest.raises(NonFiniteError):
