@@ -29,9 +29,7 @@ from torchtitan_cp.config.errors import format_os_error
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.health.recovery import NonFiniteError
-from torchtitan_cp.planner.devices import ACCELERATORS
 from torchtitan_cp.planner.dry_run import dry_run, print_walks
-from torchtitan_cp.planner.fake_cuda import use_fake_cuda
 from torchtitan_cp.runtime.consistency import check_same_job
 from torchtitan_cp.runtime.device import World, start_ranks, stop_ranks
 from torchtitan_cp.runtime.environment import PLACE, forget_rank
@@ -44,7 +42,7 @@ from torchtitan_cp.training.parity import verify_parity
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer
 
-DOES_NOT_FIT, BAD_INPUT, HALTED, CHECK_FAILED = 1, 2, 3, 5
+BAD_INPUT, HALTED, CHECK_FAILED = 2, 3, 5
 LOST_LAUNCHER = (
     "error: the launcher of this job's ranks, or of those of a node, was killed; they have stopped and saved; the same "
     "command resumes"
@@ -81,15 +79,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--world-size", type=at_least(1), help="with --dry-run: ranks of the job (default 1)")
     parser.add_argument("--rank", type=at_least(0), default=0, help="with --dry-run: rank to simulate")
-    parser.add_argument(
-        "--device",
-        choices=[name for name in ACCELERATORS if name != "cpu"],
-        help="with --dry-run: simulate the step with this GPU's kernels, on any machine (default: the CPU's), and say "
-        "whether it fits; exit code 1: it does not",
-    )
     options, overrides = parse_with_overrides(parser, arguments)
-    if (options.world_size is not None or options.device) and not options.dry_run:
-        parser.error("--world-size and --device need --dry-run; set NPROC for the ranks of a node")
+    if options.world_size is not None and not options.dry_run:
+        parser.error("--world-size needs --dry-run; set NPROC for the ranks of a node")
     rank = int(os.environ.get("RANK", "0"))
     if options.dry_run or not os.environ.keys() >= set(PLACE):
         forget_rank()  # of another job, whose rank 0 would not say what is wrong here
@@ -102,11 +94,8 @@ def main(arguments: list[str]) -> int:
             logging.getLogger("torchtitan_cp").setLevel(config.job.log_level.upper())
         if options.dry_run:
             ranks = options.world_size or 1
-            if options.device:
-                use_fake_cuda(options.device)
-            walks = dry_run(config, ranks, options.rank, "cuda" if options.device else "cpu")
-            fits = print_walks(Console(markup=False), walks, ranks, options.rank, options.device or "")
-            return 0 if fits else DOES_NOT_FIT
+            print_walks(Console(markup=False), dry_run(config, ranks, options.rank), ranks, options.rank)
+            return 0
         longest = max(config.job.startup_timeout_seconds, config.job.timeout_seconds, config.checkpoint.timeout_seconds)
         with report_lost_ranks():
             world = start_ranks(longest)

@@ -1,9 +1,10 @@
-"""The planner's memory beside a dry run of the trainer's own step on an H100 that is not there, over the options.
+"""The planner's memory beside a walk of the trainer's own step on an H100 that is not there, over the options.
 
 Layers have the shape of a released model's, and are fewer, on eight ranks. Of pipeline ranks the larger counts.
 """
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from benchmarks.benchmark import ROOT, Benchmark, Row
 from models import ARCHITECTURES
 from torchtitan_cp.config import load_config
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.dry_run import stage_walker
 from torchtitan_cp.planner.estimate import plan_config
 from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.training.registry import register
@@ -119,7 +119,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # The GPU comes first, because with it the program starts again.
 PROGRAM = """
-from torchtitan_cp.planner.fake_cuda import use_fake_cuda
+from tests.support.fake_cuda import use_fake_cuda
 use_fake_cuda("h100-80g")
 from benchmarks.planned_memory import compare_all
 compare_all()
@@ -135,8 +135,9 @@ def compare(path: Path, model: str, options: str) -> Row:
     run = resolve_run(config, RANKS, sized_model_args(config))
     run = dataclasses.replace(run, config=run.config.with_keys(compile={"enable": False}))
     begun, peaks = time.process_time(), []
+    gpu_walker = importlib.import_module("tests.support.gpu_walker").gpu_walker
     for rank in range(0, RANKS, RANKS // config.parallel.pp):
-        with stage_walker(run, rank, "cuda") as walk:
+        with gpu_walker(run, rank) as walk:
             peaks.append(walk(run.stages[0]).peak_bytes / GIB)
     planned_gib = planned.memory.total / GIB
     names = {"model": model, "options": options, "planned_gib": planned_gib, "dry_run_gib": max(peaks)}

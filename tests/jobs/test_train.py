@@ -143,7 +143,7 @@ def test_a_world_size_without_a_dry_run_is_refused(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         train.main(["--world-size", "8"])
     assert caught.value.code == 2
-    assert "--world-size and --device need --dry-run" in capsys.readouterr().err
+    assert "--world-size needs --dry-run" in capsys.readouterr().err
 
 
 def limits_of_preparing(path: Path) -> tuple[float, float]:

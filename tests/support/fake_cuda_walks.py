@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from models import ARCHITECTURES
+from tests.support.gpu_walker import gpu_walker
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.config import load_config
 from torchtitan_cp.data.batches.micro_batches import BatchLayout
@@ -85,7 +86,7 @@ Case = dict[str, str]
 # The GPU comes first, since with it the program starts again, and what it imported until then it would import twice.
 PROGRAM = """
 import sys
-from torchtitan_cp.planner.fake_cuda import use_fake_cuda
+from tests.support.fake_cuda import use_fake_cuda
 if sys.argv[1] != "cpu":
     use_fake_cuda(sys.argv[1])
 from tests.support.fake_cuda_walks import main
@@ -180,7 +181,7 @@ def _walk(path: str, case: Case, device: str) -> dict[str, Any]:
             patches.enter_context(patch.object(DryModel, "forward_backward", then_start))
         if case.get("fault") == "whole state at once":
             patches.enter_context(patch.object(adamw, "parts", lambda groups: iter([groups])))
-        walk = patches.enter_context(stage_walker(run, 0, device))
+        walk = patches.enter_context(stage_walker(run, 0) if device == "cpu" else gpu_walker(run, 0))
         walked = walk(run.stages[0])
     sent: dict[str, int] = {}
     for message, times in walked.messages.items():

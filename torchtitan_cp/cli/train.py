@@ -16,7 +16,7 @@ from torchtitan_cp.config.load import OVERRIDE
 
 # It is beside this package, both in a checkout and when installed.
 TRAIN = Path(__file__).parents[2] / "train.py"
-DRY_RUN_OPTIONS = ("--world-size", "--rank", "--device")
+DRY_RUN_OPTIONS = ("--world-size", "--rank")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
         prog="torchtitan-cp train",
         description="Check a config, then train it on this node's ranks.",
         epilog="All other arguments go to train.py: --section.key=value for any key of the config, "
-        "--dry-run [--world-size N] [--rank N] [--device GPU]. Keys: python train.py --help",
+        "--dry-run [--world-size N] [--rank N]. Keys: python train.py --help",
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file")
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of node 0, the same on every node")
     named = {entry.partition("=")[0] for entry in rest}
     if "--dry-run" not in rest and not named.isdisjoint(DRY_RUN_OPTIONS):
-        parser.error(f"{', '.join(DRY_RUN_OPTIONS)} need --dry-run")
+        parser.error(f"{' and '.join(DRY_RUN_OPTIONS)} need --dry-run")
     program = [str(TRAIN), options.config, *rest]
     if "--dry-run" in rest:
         if options.nproc and "--world-size" not in named:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 import multiprocessing
 import sys
 from collections import Counter
@@ -24,10 +23,8 @@ from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.micro_batches import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel.mesh import Meshes
-from torchtitan_cp.planner.devices import USABLE_MEMORY, make_cluster
 from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_flex, fake_job, real_tensors
 from torchtitan_cp.planner.parameters import sized_model_args
-from torchtitan_cp.planner.report import misfit
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
@@ -113,27 +110,25 @@ class DryModel(ParallelModel):
         return [torch.empty_like(self._hidden(batch), device=self.world.device.device) for _ in range(count)]
 
 
-def dry_run(config: Config, ranks: int, rank: int = 0, device: str = "cpu") -> list[StageWalk]:
+def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     """Build the model as one rank of a job and run one step of each stage with fake tensors, without a device.
 
-    On the CPU attention takes the CPU kernel's path. Blocks are not compiled. A step too small for so many ranks is
-    made larger, and the log says so.
+    Operations are those of the CPU, and attention takes the CPU kernel's path. Blocks are not compiled. A step too
+    small for so many ranks is made larger, and the log says so.
 
     Args:
         ranks: of the job; rank: the one to be.
-        device: that tensors claim to be on: "cpu", or "cuda" after `use_fake_cuda`.
 
     Raises:
         UserError, ContextParallelError: what a run would refuse, or a rank outside the job.
     """
     if not 0 <= rank < ranks:
         raise ConfigError(f"there is no rank {rank} among {ranks}", fix=f"use --rank 0 to {ranks - 1}")
-    kernel = "auto" if device == "cpu" else config.context_parallel.kernel
-    config = config.with_keys(context_parallel={"kernel": kernel})
+    config = config.with_keys(context_parallel={"kernel": "auto"})
     run = resolve_run(with_shared_batches(config, ranks), ranks, sized_model_args(config))
     run = dataclasses.replace(run, config=run.config.with_keys(compile={"enable": False}, parallel={"async_tp": False}))
     processes = min(usable_cores(), len(run.stages))
-    with stage_walker(run, rank, device) as walk:
+    with stage_walker(run, rank) as walk:
         if processes == 1:
             return [walk(stage) for stage in run.stages]
         # Each forked process is the rank too. The bar starts a thread, so it comes after them.
@@ -165,8 +160,14 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
 
 
 @contextmanager
-def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[Callable[[ResolvedStage], StageWalk]]:
-    """Be one rank of a job. Yields what walks a stage, with one model while tp and pp stay the same."""
+def stage_walker(
+    run: ResolvedRun, rank: int, device: str = "cpu", mode: type[FakeMode] = FakeMode
+) -> Iterator[Callable[[ResolvedStage], StageWalk]]:
+    """Be one rank of a job. Yields what walks a stage, with one model while tp and pp stay the same.
+
+    Args:
+        device: type of the device that tensors claim to be on; mode: what makes them.
+    """
     tracker, models = StepTracker(device), list[DryModel]()
 
     def walk(stage: ResolvedStage) -> StageWalk:
@@ -178,7 +179,7 @@ def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[C
         return models[0].walk(stage)
 
     # A real tensor may be an argument beside fake ones, and torchao compiles its optimizers.
-    fake, eager = FakeMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager")
+    fake, eager = mode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager")
     with fake_job(run.ranks, rank), fake, tracker.tracking(), eager, fake_flex():
         yield walk
         models.clear()
@@ -192,24 +193,14 @@ def _walk(stage: ResolvedStage) -> StageWalk:
     return _walk_stage(stage)
 
 
-def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int, device: str = "") -> bool:
-    """Print a table of memory, one of messages for each stage, largest first, and which stages do not fit the device.
-
-    Args:
-        device: of the planner's table; "" for none, and no verdict.
-
-    Returns:
-        Whether every stage fits.
-    """
-    usable = make_cluster(device).usable_bytes if device else math.inf
-    verdict = ("fits",) if device else ()
-    memory = Table("stage", "cp", "micro-batches run", *KINDS, "peak", *verdict, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:
+    """Print a table of memory, and one of messages for each stage, largest first."""
+    memory = Table("stage", "cp", "micro-batches run", *KINDS, "peak", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     memory.title = f"rank {rank} of {ranks}, GiB at the peak"
     for walk in walks:
         kinds = [f"{walk.by_kind.get(kind, 0) / 2**30:.2f}" for kind in KINDS]
         kinds.append(f"{walk.peak_bytes / 2**30:.2f}")
-        fits = ("yes" if walk.peak_bytes <= usable else "NO",) if device else ()
-        memory.add_row(walk.stage.name, str(walk.stage.cp), walk.part, *kinds, *fits)
+        memory.add_row(walk.stage.name, str(walk.stage.cp), walk.part, *kinds)
     console.print(memory)
     for walk in walks:
         table = Table("operation", "group", "times", "MiB each", "GiB in all")
@@ -218,9 +209,3 @@ def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: 
             sizes = f"{message.size_bytes / 2**20:.3f}", f"{message.size_bytes * times / 2**30:.3f}"
             table.add_row(message.operation, message.group, str(times), *sizes)
         console.print(table)
-    unfit = [walk for walk in walks if walk.peak_bytes > usable]
-    for walk in unfit:
-        console.print(misfit(walk.stage.name, walk.peak_bytes, usable, f"on rank {rank}", "the device"))
-    if device:
-        console.print(f"{device}: {usable / 2**30:.1f} GiB are usable, {USABLE_MEMORY:.0%} of its memory")
-    return not unfit

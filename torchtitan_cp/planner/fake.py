@@ -53,31 +53,28 @@ def fake_job(ranks: int, rank: int) -> Iterator[None]:
 class FakeMode(FakeTensorMode):
     """New tensors have a shape and no data. Operations on real tensors only, such as meshes, run as usual."""
 
-    avoid_device_init = True  # an operation copies numbers to a GPU, and the tracker sees it
     real_on_cpu = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._pin_memory.default:
-            return torch.empty_like(args[0])
-        on_gpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
-        real = FakeTensor not in types and not on_gpu
-        if real and (self.real_on_cpu or any(isinstance(x, Tensor) for x in tree_flatten((args, kwargs))[0])):
+        if FakeTensor not in types and self.is_real(args, kwargs):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             # Values that the host reads: flags are False; counts are 1, because optimizers divide by their step.
             return False if args[0].dtype == torch.bool else 1
         if func is torch.ops.aten.index_add.default and args[0].dtype == torch.int64:
             return _even_counts(args[2].numel(), args[0].numel())
-        if func is torch.ops.aten.addmm.dtype_out:  # has no fake form
-            return kwargs["out"]
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def is_real(self, args: Any, kwargs: Any) -> bool:
+        """Whether an operation without fake tensors gives a real one: it has real tensors, or `real_tensors` is on."""
+        return self.real_on_cpu or any(isinstance(x, Tensor) for x in tree_flatten((args, kwargs))[0])
+
 
 def real_tensors() -> Any:
-    """A context in which new tensors on the CPU have data, because the host reads meshes and plans."""
+    """A context in which new tensors have data, because the host reads meshes and plans."""
     return patch.object(FakeMode, "real_on_cpu", True)
 
 

@@ -150,8 +150,8 @@ def test_a_config_that_would_not_run_starts_no_rank(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--world-size", "8"], "--world-size, --rank, --device need --dry-run"),
-        (["--device=h100-80g"], "--world-size, --rank, --device need --dry-run"),
+        (["--world-size", "8"], "--world-size and --rank need --dry-run"),
+        (["--rank=3"], "--world-size and --rank need --dry-run"),
         (["--doctor", "--verify-parity"], "argument --verify-parity: not allowed with argument --doctor"),
     ],
 )

@@ -9,7 +9,7 @@ import torchgen
 import yaml
 
 from benchmarks.planned_memory import OPTIONS, ROWS, compare_in_process
-from torchtitan_cp.planner.fake_cuda import ONE_KERNEL
+from tests.support.fake_cuda import ONE_KERNEL
 
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or not (shutil.which("c++") or shutil.which("g++")), reason="needs Linux and a C++ compiler"
