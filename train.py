@@ -24,9 +24,9 @@ from torchtitan_cp.checkpoint.save import restore_replaced
 from torchtitan_cp.cli.options import at_least, escape_unprintable, parse_with_overrides
 from torchtitan_cp.cli.train import add_comparison_arguments
 from torchtitan_cp.config import Config, UserError, format_error, load_config
-from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.config.errors import format_os_error
 from torchtitan_cp.config.reference import as_text
+from torchtitan_cp.config.run_folder import CHECKPOINTS
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.health.recovery import NonFiniteError
 from torchtitan_cp.planner.dry_run import dry_run, print_walks

@@ -65,10 +65,11 @@ def fits(flavor: str, seq_len: int, device: str, ranks: int, tp: int, cp: int) -
     args = model_args_of(config.model)
     try:
         check_tensor_parallel(args, tp)
-        degrees = check_config(config, ranks)
+        stages = resolve_stages(config, ranks, lambda degrees: {0: "ring"})
+        check_config(config, stages, ranks)
     except ConfigError:
         return False
-    return Estimate(config, args, degrees, resolve_stages(config, ranks)[0], cluster).fits
+    return Estimate(config, args, stages[0], cluster).fits
 
 
 def _config(flavor: str, seq_len: int, ranks: int, tp: int, cp: int) -> Config:

@@ -18,9 +18,9 @@ from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.api import check_shapes
 from torchtitan_cp.attention.collectives import Group, Message, Pending
 from torchtitan_cp.attention.kernels import ScoreMod, choose_kernel
-from torchtitan_cp.attention.operator import resolve_auto
+from torchtitan_cp.attention.operator import with_exchange
 from torchtitan_cp.attention.plan import in_global_order
-from torchtitan_cp.attention.strategies import STRATEGIES
+from torchtitan_cp.attention.strategies import STRATEGIES, ranks_trading_heads
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals
 
 
@@ -86,8 +86,9 @@ def simulate(
         "all_to_all_ranks": all_to_all_ranks,
         "kv_transfer": kv_transfer,
     }
-    heads = (q.shape[2], k.shape[2])
-    plans = tuple(resolve_auto(make_plan(q.shape[1], rank=rank, **options), *heads) for rank in range(ranks))
+    planned = [make_plan(q.shape[1], rank=rank, **options) for rank in range(ranks)]
+    trading = ranks_trading_heads(planned[0], q.shape[2], k.shape[2])
+    plans = tuple(with_exchange(plan, trading) for plan in planned)
     check_shapes(plans[0].shard(q), plans[0].shard(k), plans[0].shard(v), plans[0], sinks)
     exchange = STRATEGIES[plans[0].strategy]
     chosen = choose_kernel(kernel, q, v, dense=mask.dense)

@@ -9,9 +9,10 @@ from models import ARCHITECTURES
 from tests.support.rank_pool import FORK
 from tests.support.walks import TWO_BY_TWO, walk_all, walk_of_two
 from torchtitan_cp.config import load_config
-from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.planner import dry_run
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.resolve import resolve_run
 
 pytestmark = [pytest.mark.jobs, pytest.mark.deep]
 
@@ -37,5 +38,5 @@ def test_stages_walked_by_processes_of_their_own_come_in_order(tmp_path: Path) -
     walked = here.recv()
     process.join()
     assert process.exitcode == 0
-    alone = walk_all(config, resolve_stages(config, 4))
+    alone = walk_all(config, resolve_run(config, 4, sized_model_args(config)).stages)
     assert walked == [(w.stage.seq_len, w.peak_bytes, w.by_kind) for w in alone]

@@ -18,7 +18,7 @@ import train
 from tests.support.jobs import ForkedJob
 from tests.support.rank_pool import RankPool
 from tests.support.runs import prepared, write_run
-from torchtitan_cp.cli import check as preflight
+from torchtitan_cp.cli import check
 from torchtitan_cp.runtime import watchdog as failure
 from torchtitan_cp.training import trainer
 
@@ -40,7 +40,7 @@ REPOSITORY = Path(__file__).parents[2]
         (["--curriculum.stages[0].cp=3"], "curriculum.stages[0].cp = 3 does not divide dp_shard x cp = 2"),
         (["--tokenizer.kind=sentencepiece", "--tokenizer.path=/none.model"], "/none.model"),
         (["--data.path=/none"], "/none"),
-        (["--job.dump_folder=/proc/run"], "job.dump_folder = '/proc/run' cannot be written"),
+        (["--job.dump_folder=/dev/null/run"], "job.dump_folder = '/dev/null/run' cannot be written: Not a directory"),
         (["--model.flavor=9B"], "model.flavor = '9B' is not known\n  fix: use one of debug, 60M"),
         (
             ["--model.overrides.layers=9"],
@@ -67,7 +67,7 @@ def test_bad_input_is_one_message_and_exit_code_2_before_any_rank_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], wanted: str
 ) -> None:
     path = write_run(tmp_path)
-    assert preflight.main([str(path), "--ranks", "2", *overrides]) == 2
+    assert check.main([str(path), "--ranks", "2", *overrides]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith(f"error: {path}: ")
     assert errors.count(str(path)) == 1
@@ -78,15 +78,15 @@ def test_bad_input_is_one_message_and_exit_code_2_before_any_rank_starts(
 def test_a_syntax_error_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.toml"
     path.write_text("[job]\ndump_folder = \n")
-    assert preflight.main([str(path)]) == 2
+    assert check.main([str(path)]) == 2
     assert f"{path}, line 2" in capsys.readouterr().err
 
 
 def test_the_check_of_a_good_config_prints_what_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_run(tmp_path))
-    assert preflight.main([path, "--ranks", "2"]) == 0
+    assert check.main([path, "--ranks", "2"]) == 0
     assert "20 steps on 2 ranks: 128 (cp 1)" in capsys.readouterr().out
-    assert preflight.main([path, "--ranks", "1", "--curriculum.stages[0].steps=1"]) == 0
+    assert check.main([path, "--ranks", "1", "--curriculum.stages[0].steps=1"]) == 0
     assert "1 step on 1 rank: 128 (cp 1)" in capsys.readouterr().out
 
 

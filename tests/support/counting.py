@@ -35,7 +35,7 @@ def batch_layout_of(
     dp_rank: int = 0, dp: int = 1, cp_rank: int = 0, cp: int = 1, layout: str = "zigzag"
 ) -> BatchLayout:
     planner = partial(make_plan, ranks=cp, rank=cp_rank, layout=layout)
-    return BatchLayout(SEQ_LEN, 3, 2, dp=dp, dp_rank=dp_rank, make_plan=planner, windows=(0, 8))
+    return BatchLayout(SEQ_LEN, 3, 2, dp=dp, dp_rank=dp_rank, make_plan=planner, strategies={0: "ring", 8: "ring"})
 
 
 def tokens_of(step: tuple[MicroBatch, ...]) -> list[int]:

@@ -15,7 +15,7 @@ from torchtitan_cp.attention.layouts import NODE_RANKS, ROW_PAIRS, RowPairs, che
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import attention
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, resolve_strategy
+from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, ranks_trading_heads
 
 # Per format of q, k and v: the functions to [B, S/P, H, D] and back.
 FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -54,7 +54,8 @@ def make_plan(
         groups: names of the process groups, see Plan; none for a plan that is only inspected.
 
     Returns:
-        The plan of `rank`. Equal arguments give equal plans, which share their tiles.
+        The plan of `rank`. Equal arguments give equal plans, which share their tiles. Where no ranks would exchange
+        heads, its strategy is the ring.
 
     Raises:
         LayoutError: S does not divide as the layout needs.
@@ -83,6 +84,8 @@ def make_plan(
             f"`like` is a plan of {like.ranks} ranks and {like.sequence_length} tokens, not of {ranks} and {seq_len}",
             fix="give a plan of the same sequence and group as `like`",
         )
+    if ranks == 1 or (uses_all_to_all and all_to_all_ranks == 1):
+        strategy = "ring"  # nobody to trade with
     options = (ranks_per_node, all_to_all_ranks, row_pairs)
     rows = like.layout if like else make_layout(layout, seq_len, ranks, mask, *options)
     return Plan(seq_len, mask, rows, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
@@ -124,7 +127,7 @@ def attend(
     check_shapes(q, k, v, plan, sinks)
     if not softcap >= 0:
         raise PlanError(f"softcap = {softcap} is not at least 0", fix="give a positive number, or 0 for none")
-    _, all_to_all_ranks = resolve_strategy(plan, q.shape[2], k.shape[2])
+    all_to_all_ranks = ranks_trading_heads(plan, q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return back(attention(q, k, v, sinks, plan.handle, scale, softcap, all_to_all_ranks)[0])
 

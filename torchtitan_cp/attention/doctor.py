@@ -25,7 +25,6 @@ from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.recording import CallInfo, Event, ModelRun, Trace, gather_trace, record, sketch
 from torchtitan_cp.attention.sdpa_context import context_parallel
-from torchtitan_cp.attention.strategies import resolve_strategy
 
 TOLERANCE = 1e-3  # a larger relative L2 difference is more than rounding in fp32
 CHANGED = 5e-6  # of the largest entry: a row that changes by more depends on the changed token
@@ -114,7 +113,7 @@ class _Comparison:
 
     def _cells(self, layer: str, call: CallInfo) -> list[str]:
         """A row of the table."""
-        exchange = "state" if call.recurrent else f"attend {resolve_strategy(call.plan, *call.heads)[0]}"
+        exchange = "state" if call.recurrent else f"attend {call.plan.strategy}"
         across_ranks = f"{exchange}, {call.plan.ranks} ranks"
         options = (f"{call.scale:.4g}", call.plan.mask.window[0] + 1, call.softcap, call.sinks is not None)
         sizes = ("/".join(map(str, pair)) for pair in (call.heads, call.dims))

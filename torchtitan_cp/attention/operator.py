@@ -16,21 +16,21 @@ from torchtitan_cp.attention.mask import count_rows
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
-from torchtitan_cp.attention.strategies import STRATEGIES, log_choice, resolve_strategy
+from torchtitan_cp.attention.strategies import STRATEGIES, log_choice
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 
 
 @keep_newest
-def resolve_auto(plan: Plan, query_heads: int, key_heads: int) -> Plan:
-    """The plan with the strategy that runs: `auto` depends on the heads, and a group of one rank runs the ring."""
-    if plan.strategy == "auto" and plan.ranks > 1 and plan.kv_transfer == "exact":
-        log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
-    strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
-    if plan.ranks == 1 or (STRATEGIES[strategy].uses_all_to_all and all_to_all_ranks == 1):
-        strategy = "ring"
-    changed = strategy != plan.strategy
-    return replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks) if changed else plan
+def with_exchange(plan: Plan, all_to_all_ranks: int) -> Plan:
+    """The plan with the strategy that an attention decided on where the plan has `auto`.
+
+    Args:
+        all_to_all_ranks: what `ranks_trading_heads` said.
+    """
+    if plan.strategy != "auto":
+        return plan
+    return replace(plan, strategy="all_to_all" if all_to_all_ranks > 1 else "ring", all_to_all_ranks=all_to_all_ranks)
 
 
 def prepare_plan(plan: Plan) -> None:
@@ -41,7 +41,7 @@ def prepare_plan(plan: Plan) -> None:
     queries, rows = plan.local_tokens * plan.all_to_all_ranks, len(plan.mask.documents(plan.sequence_length))
     steps = [(step.tiles, count_rows(step.receive)) for step in plan.steps]
     strategy = STRATEGIES.get(plan.strategy)  # none for `auto`, which never chooses one that gathers keys
-    if strategy and strategy.gathers_keys and plan.ranks > 1:
+    if strategy and strategy.gathers_keys:
         steps = [(plan.gathered_tiles, plan.sequence_length)]
     kernel = KERNELS.get(plan.kernel)
     for tiles, keys in steps:
@@ -50,10 +50,16 @@ def prepare_plan(plan: Plan) -> None:
 
 
 def _make_call(
-    handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: ScoreMod, sinks: Tensor | None
+    planned: Plan, q: Tensor, v: Tensor, heads: tuple[int, int], scores: ScoreMod, sinks: Tensor | None, trading: int
 ) -> tuple[Strategy, Call]:
-    """The strategy of a plan, and its call for (query, key) heads."""
-    plan = resolve_auto(find_plan(handle), *heads)
+    """The strategy of an attention, and its call.
+
+    Args:
+        heads: (query, key); trading: ranks that trade heads.
+    """
+    plan = with_exchange(planned, trading)
+    if plan is not planned and plan.kv_transfer == "exact":
+        log_choice(plan.strategy, *heads, plan.ranks, plan.mask.band)
     plan.check_batch(len(q))
     options = {"softcap": scores.softcap > 0, "dense": plan.mask.dense}
     kernel = choose_kernel(plan.kernel, q, v, **options)
@@ -123,7 +129,8 @@ def attention(
     if not len(q):  # which some kernels refuse
         return _new_outputs(q, k, v, all_to_all_ranks)
     q, k, v = map(_with_unit_stride, (q, k, v))
-    strategy, call = _make_call(handle, q, v, (q.shape[2], k.shape[2]), ScoreMod(scale, softcap), sinks)
+    heads, scores = (q.shape[2], k.shape[2]), ScoreMod(scale, softcap)
+    strategy, call = _make_call(find_plan(handle), q, v, heads, scores, sinks, all_to_all_ranks)
     out, lse, residuals = strategy.forward(q, k, v, call)
     return out, lse, [] if all_to_all_ranks == 1 else list(residuals)
 
@@ -136,13 +143,15 @@ def attention_backward(
     handle: Tensor,
     scale: float,
     softcap: float,
+    all_to_all_ranks: int,
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
     if not len(dout):
         return _new_gradients(dout, residuals, sinks, key_heads)
     dout, q, k, v, out = map(_with_unit_stride, (dout, *residuals[:4]))
-    strategy, call = _make_call(handle, q, v, (dout.shape[2], key_heads), ScoreMod(scale, softcap), sinks)
+    heads, scores = (dout.shape[2], key_heads), ScoreMod(scale, softcap)
+    strategy, call = _make_call(find_plan(handle), q, v, heads, scores, sinks, all_to_all_ranks)
     *gradients, dsinks = strategy.backward(dout, Residuals(q, k, v, out, residuals[4]), call)
     # Compiled code relies on the strides that `_new_gradients` promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
@@ -150,7 +159,7 @@ def attention_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, sinks, handle, ctx.scale, ctx.softcap, _ = inputs
+    q, k, v, sinks, handle, ctx.scale, ctx.softcap, ctx.all_to_all_ranks = inputs
     out, lse, residuals = output
     ctx.key_heads = k.shape[2]
     ctx.save_for_backward(handle, sinks, *(residuals or (q, k, v, out, lse)))
@@ -159,7 +168,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     handle, sinks, *residuals = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.torchtitan_cp.attention_backward(
-        dout, residuals, sinks, handle, ctx.scale, ctx.softcap, ctx.key_heads
+        dout, residuals, sinks, handle, ctx.scale, ctx.softcap, ctx.all_to_all_ranks, ctx.key_heads
     )
     return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None
 

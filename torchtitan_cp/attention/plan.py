@@ -63,7 +63,7 @@ class Plan:
         mask: what may attend to what.
         layout: which rank holds which rows.
         rank: this rank's number in the context-parallel group.
-        strategy: by name, or "auto": chosen when the heads are known.
+        strategy: by name, or "auto": each attention chooses by its heads.
         kernel: name of the local kernel, or "auto".
         all_to_all_ranks: size of the inner groups in which hybrid trades heads for sequence; rank
             numbers run through an inner group first.

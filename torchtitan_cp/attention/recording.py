@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtitan_cp.attention.linear.convolution import CONVOLUTION
 from torchtitan_cp.attention.linear.operator import DELTA_RULE
-from torchtitan_cp.attention.operator import OPERATOR
+from torchtitan_cp.attention.operator import OPERATOR, with_exchange
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
 
@@ -86,10 +86,11 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         layer = self.running[-1]
         if func is OPERATOR:
-            q, k, v, sinks, handle, scale, softcap, _ = args
+            q, k, v, sinks, handle, scale, softcap, all_to_all_ranks = args
             heads, dims = zip(q.shape[2:], v.shape[2:], strict=True)
             sinks = None if sinks is None else sinks.detach().cpu().clone()  # FSDP frees a weight after its layer
-            self.trace.calls.setdefault(layer, CallInfo(heads, dims, find_plan(handle), scale, softcap, sinks))
+            plan = with_exchange(find_plan(handle), all_to_all_ranks)
+            self.trace.calls.setdefault(layer, CallInfo(heads, dims, plan, scale, softcap, sinks))
             for name, x in zip("qkv", (q, k, v), strict=True):
                 self.note(layer, name, x)
             if self.own_values:

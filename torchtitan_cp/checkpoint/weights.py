@@ -15,9 +15,9 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, Progress, read_progress
 from torchtitan_cp.config import Config, ConfigError, load_config
-from torchtitan_cp.config.check import CHECKPOINTS, RUN_CONFIG
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.run_folder import CHECKPOINTS, RUN_CONFIG
 from torchtitan_cp.config.sections import Stage
 
 PREFIX = "model."

@@ -7,8 +7,9 @@ from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overri
 from torchtitan_cp.cli.train import default_ranks
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.training.preflight import check_before_corpus, check_files
 from torchtitan_cp.training.registry import config_for_hub
-from torchtitan_cp.training.resolve import check_before_corpus, check_files, doctor_config, resolve_run
+from torchtitan_cp.training.resolve import doctor_config, resolve_run
 from torchtitan_cp.training.rope_log import log_rope_notes
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,13 @@ def main(arguments: list[str]) -> int:
         ranks = default_ranks() * options.nodes if options.nodes else options.ranks
         config = load_config(options.config, overrides)
         config = doctor_config(config, ranks) if options.doctor else config
-        print(f"{options.config}: {preflight(config, ranks, trains=not (options.doctor or options.parity))}")
+        print(f"{options.config}: {check_run(config, ranks, trains=not (options.doctor or options.parity))}")
         return 0
 
     return run_command(check, options.config)
 
 
-def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
+def check_run(config: Config, ranks: int, *, trains: bool = True) -> str:
     """Check a config, and return a line that says what would run.
 
     Args:
@@ -54,14 +55,14 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
         rope = stage.rope
         if rope and rope.kind == "yarn" and (reach := rope.factor * rope.original_seq_len) < stage.seq_len:
             logger.warning(
-                f"curriculum.stages[{stage.index}].rope: factor x original_seq_len = {reach:.0f} is shorter than the "
+                f"{stage.where}.rope: factor x original_seq_len = {reach:.0f} is shorter than the "
                 f"stage's seq_len = {stage.seq_len}"
             )
         try:
             if config.model.hub_checkpoint:
                 config_for_hub(config.model, args, stage.seq_len, rope)
         except ConfigError as error:
-            logger.warning("curriculum.stages[%d] trains, but cannot be exported: %s", stage.index, error.message)
+            logger.warning("%s trains, but cannot be exported: %s", stage.where, error.message)
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in run.stages)
     steps = sum(stage.steps for stage in run.stages)
     return f"{steps} step{'s' * (steps > 1)} on {ranks} rank{'s' * (ranks > 1)}: {lengths}"

@@ -27,8 +27,8 @@ from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
 from torchtitan_cp.runtime.device import World, find_device, start_ranks, stop_ranks
+from torchtitan_cp.training.preflight import check_kernel
 from torchtitan_cp.training.registry import args_from
-from torchtitan_cp.training.resolve import check_kernel
 from torchtitan_cp.training.trainer import Trainer
 
 WAIT_SECONDS = 3600.0

@@ -1,47 +1,24 @@
-"""Rules that involve several keys, and whether the run's folder can be written. The bounds of one key are in `key`."""
+"""Rules that involve several keys. The bounds of one key are in `key`."""
 
 import math
 import re
-import tempfile
-from pathlib import Path
+from collections.abc import Sequence
 
 from torchtitan_cp.config.data import check_sources, check_stage_data
-from torchtitan_cp.config.degrees import Degrees, length_unit, resolve_degrees
+from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.key import check_read_keys
 from torchtitan_cp.config.names import MEASURED, SCHEDULES
-from torchtitan_cp.config.rope import Rope, check_rope
+from torchtitan_cp.config.rope import check_rope
 from torchtitan_cp.config.run import Passkey
 from torchtitan_cp.config.sections import Config, Stage
+from torchtitan_cp.config.stages import ResolvedStage
 from torchtitan_cp.config.training import LRScheduler
 
-START_BYTES = 2**16
-# Of the run's folder: two files that every start writes, and a folder.
-RUN_CONFIG, LOCK_FILE, CHECKPOINTS = "config.toml", ".lock", "checkpoints"
 MAX_TOKENS = 1e15  # of a stage
 FLOAT8_ROWS = 16  # of a product in float8
 
-
-def check_config(config: Config, ranks: int) -> Degrees:
-    """Check a config for a number of ranks, before one starts.
-
-    Returns:
-        The resolved degrees of the mesh.
-
-    Raises:
-        ConfigError: the first rule that is broken, with its fix.
-    """
-    _check_groups(config)
-    _check_passkey(config.evaluation.passkey)
-    check_read_keys(config.tokenizer, "kind", "tokenizer")
-    check_sources(config.data, has_tokenizer=not config.tokenizer.trained)
-    degrees = resolve_degrees(config.parallel, ranks)
-    check_stages(config)
-    _check_sections(config, ranks)
-    for index, stage in enumerate(config.curriculum.stages):
-        _check_stage(config, stage, f"curriculum.stages[{index}]", ranks)
-    _check_warmup(config)
-    return degrees
+Stages = Sequence[ResolvedStage]
 
 
 def check_stages(config: Config) -> None:
@@ -50,14 +27,61 @@ def check_stages(config: Config) -> None:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
 
 
-def _check_warmup(config: Config) -> None:
+def check_stage_keys(stage: Stage, where: str) -> None:
+    """Refuse a stage as written that cannot be resolved: it lacks a key, or does not say when it ends.
+
+    Args:
+        where: the dotted key of the stage.
+    """
+    missing = [name for name in ("seq_len", "global_batch_tokens") if not getattr(stage, name)]
+    if missing:
+        raise ConfigError(f"{where} has no {missing[0]}", fix=f"add {missing[0]} = ... to the stage")
+    ends = [name for name in ("steps", "tokens", "until") if getattr(stage, name)]
+    if len(ends) != 1:
+        has = " and ".join(ends) if ends else "none of steps, tokens and until"
+        raise ConfigError(f"{where} has {has}", fix="give one of them")
+    if max(stage.steps * stage.global_batch_tokens, stage.tokens, stage.until.get("max_tokens", 0)) > MAX_TOKENS:
+        raise ConfigError(f"{where}.{ends[0]} asks for more than {MAX_TOKENS:.0e} tokens", fix="make it shorter")
+    unknown = [name for name in stage.until if name not in (*MEASURED, "max_tokens")]
+    if unknown:
+        raise ConfigError(
+            f"{where}.until names {', '.join(unknown)}, which no evaluation measures",
+            fix=f"use {', '.join(MEASURED)}",
+        )
+    if stage.until and (not stage.until.get("max_tokens", 0) > 0 or len(stage.until) == 1):
+        raise ConfigError(
+            f"{where}.until = {stage.until} needs max_tokens, which ends the stage in any case, and a condition",
+            fix=f"e.g. {where}.until = {{validation_loss = 2.5, max_tokens = 1_000_000_000}}",
+        )
+
+
+def check_config(config: Config, stages: Stages, ranks: int) -> None:
+    """Check a config for a number of ranks, before one starts.
+
+    Args:
+        stages: of the config, as `curriculum.resolve_stages` returns them for these ranks.
+
+    Raises:
+        ConfigError: the first rule that is broken, with its fix.
+    """
+    _check_groups(config)
+    _check_passkey(config.evaluation.passkey)
+    check_read_keys(config.tokenizer, "kind", "tokenizer")
+    check_sources(config.data, has_tokenizer=not config.tokenizer.trained)
+    _check_sections(config, stages, ranks)
+    for stage in stages:
+        _check_stage_sections(config, stage, stages[0])
+        _check_stage(config, stage, stages[0])
+    _check_warmup(config, stages)
+
+
+def _check_warmup(config: Config, stages: Stages) -> None:
     """Refuse a warm-up that never reaches the peak. Stages that end by `until` have no fixed number of steps."""
-    stages = config.curriculum.stages
     shared = [stage for stage in stages if stage.lr is None]
-    spans: list[tuple[str, LRScheduler, list[Stage]]] = [("lr_scheduler", config.lr_scheduler, shared)]
-    spans += [(f"curriculum.stages[{i}].lr", stage.lr, [stage]) for i, stage in enumerate(stages) if stage.lr]
+    spans: list[tuple[str, LRScheduler, list[ResolvedStage]]] = [("lr_scheduler", config.lr_scheduler, shared)]
+    spans += [(f"{stage.where}.lr", stage.lr, [stage]) for stage in stages if stage.lr]
     for where, schedule, span in spans:
-        steps = sum(stage.most_steps for stage in span)
+        steps = sum(stage.steps for stage in span)
         if span and schedule.warmup_steps > steps and not any(stage.until for stage in span):
             raise ConfigError(
                 f"{where}.warmup_steps = {schedule.warmup_steps} exceeds the {steps} steps of this schedule",
@@ -65,16 +89,14 @@ def _check_warmup(config: Config) -> None:
             )
 
 
-def _check_sections(config: Config, ranks: int) -> None:
+def _check_sections(config: Config, stages: Stages, ranks: int) -> None:
     """Rules between the sections of the whole run."""
-    parallel, stages = config.parallel, config.curriculum.stages
     if config.checkpoint.export != "no" and not config.checkpoint.enable:
         raise ConfigError(
             "checkpoint.export needs checkpoints, and checkpoint.enable = false",
             fix='enable checkpoints, or set checkpoint.export = "no"',
         )
-    highest_tp = max(resolve_degrees(parallel, ranks, stage).tp for stage in stages)
-    if parallel.async_tp and not (config.compile.enable and highest_tp > 1):
+    if config.parallel.async_tp and not (config.compile.enable and max(stage.tp for stage in stages) > 1):
         raise ConfigError(
             "parallel.async_tp needs the compiler and tensor-parallel ranks",
             fix="set compile.enable = true and parallel.tp above 1, or leave it out",
@@ -92,17 +114,15 @@ def _check_sections(config: Config, ranks: int) -> None:
         )
 
 
-def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:
-    """Rules between the sections and the keys of a stage that override them."""
-    schedule, compiled = config.parallel.pp_schedule, config.compile.enable
-    recomputed = stage.activation.checkpoint or config.activation.checkpoint
-    relaunches = stage.tp not in (None, config.parallel.tp) or stage.pp not in (None, config.parallel.pp)
-    if relaunches and not config.checkpoint.enable:
+def _check_stage_sections(config: Config, stage: ResolvedStage, first: ResolvedStage) -> None:
+    """Rules between the sections of the whole run and what a stage may set for itself."""
+    schedule, compiled, recomputed = config.parallel.pp_schedule, config.compile.enable, stage.activation.checkpoint
+    if (stage.tp, stage.pp) != (first.tp, first.pp) and not config.checkpoint.enable:
         raise ConfigError(
-            f"{where} changes tp or pp, which needs a checkpoint, and checkpoint.enable = false",
+            f"{stage.where} changes tp or pp, which needs a checkpoint, and checkpoint.enable = false",
             fix="enable checkpoints, or keep one tp and pp",
         )
-    if degrees.pp > 1 and SCHEDULES[schedule].splits_backward:
+    if stage.pp > 1 and SCHEDULES[schedule].splits_backward:
         plain = ", ".join(name for name, known in SCHEDULES.items() if not known.splits_backward)
         split = f"parallel.pp_schedule = {schedule!r} splits the backward of a block, which"
         if compiled:
@@ -110,10 +130,10 @@ def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Deg
         if recomputed not in ("none", "full"):
             # Each half of the backward recomputes the block, which torch's selective recomputation allows only once.
             raise ConfigError(
-                f"{split} activation.checkpoint = {recomputed!r} in {where} does not allow",
+                f"{split} activation.checkpoint = {recomputed!r} in {stage.where} does not allow",
                 fix=f"use {plain}, or activation.checkpoint = 'full' or 'none'",
             )
-    if config.training.float8 != "none" and degrees.tp > 1:
+    if config.training.float8 != "none" and stage.tp > 1:
         raise ConfigError(
             "training.float8 does not work with parallel.tp above 1: torchao's layers take whole weights",
             fix="use dp_shard or cp for these ranks, or float8 = 'none'",
@@ -148,22 +168,10 @@ def _check_passkey(settings: Passkey) -> None:
             raise ConfigError(f"{where} does not end with the key", fix="end it with {key} or {word}")
 
 
-def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
-    degrees = resolve_degrees(config.parallel, ranks, stage)
-    _check_stage_sections(config, stage, where, degrees)
-    missing = [name for name in ("seq_len", "global_batch_tokens") if not getattr(stage, name)]
-    if missing:
-        raise ConfigError(f"{where} has no {missing[0]}", fix=f"add {missing[0]} = ... to the stage")
-    ends = [name for name in ("steps", "tokens", "until") if getattr(stage, name)]
-    if len(ends) != 1:
-        has = " and ".join(ends) if ends else "none of steps, tokens and until"
-        raise ConfigError(f"{where} has {has}", fix="give one of them")
-    if max(stage.steps * stage.global_batch_tokens, stage.tokens, stage.until.get("max_tokens", 0)) > MAX_TOKENS:
-        raise ConfigError(f"{where}.{ends[0]} asks for more than {MAX_TOKENS:.0e} tokens", fix="make it shorter")
+def _check_stage(config: Config, stage: ResolvedStage, first: ResolvedStage) -> None:
+    where, cp, tp = stage.where, stage.cp, stage.tp
     if stage.until:
-        _check_until(config, stage, f"{where}.until")
-    cp, tp = degrees.stage_cp(stage), degrees.tp
-    degrees.check_divides_fsdp(f"{where}.cp", cp, f" or -1 for all, e.g. '--{where}.cp=-1', or another number of ranks")
+        _check_until(config, stage, first)
     check_measured_lengths(config, stage, where, cp, tp)
     unit = length_unit(cp, tp)
     if stage.seq_len % unit:
@@ -173,17 +181,17 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
             f"{unit}",
             fix=f"use {f'{lower} or ' if lower else ''}{lower + unit}, or another cp or tp",
         )
-    _check_float8_rows(config, stage, where, cp)
-    check_rope(stage.rope or Rope(), stage.seq_len, f"{where}.rope")
+    _check_float8_rows(config, stage)
+    if stage.rope:
+        check_rope(stage.rope, stage.seq_len, f"{where}.rope")
     check_stage_data(config.data, stage.data, stage.seq_len, f"{where}.data")
-    growth_steps, steps = stage.data.growth_steps, stage.most_steps
-    if growth_steps > steps:
+    if stage.data.growth_steps > stage.steps:
         raise ConfigError(
-            f"{where}.data.growth_steps = {growth_steps} exceeds the stage's {steps} steps, so attention would never "
-            f"see {stage.seq_len} tokens",
-            fix=f"use at most {steps}",
+            f"{where}.data.growth_steps = {stage.data.growth_steps} exceeds the stage's {stage.steps} steps, so "
+            f"attention would never see {stage.seq_len} tokens",
+            fix=f"use at most {stage.steps}",
         )
-    unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
+    unit = stage.round_tokens
     if stage.global_batch_tokens % unit:
         raise ConfigError(
             f"{where}.global_batch_tokens = {stage.global_batch_tokens} is not a multiple of "
@@ -191,19 +199,19 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
             "(data-parallel ranks x micro-batch)",
             fix=f"use {-(-stage.global_batch_tokens // unit) * unit}, or a larger cp",
         )
-    if degrees.pp > 1:
-        _check_micro_batches(stage, where, config.parallel.pp_schedule, degrees.pp, unit)
+    if stage.pp > 1:
+        _check_micro_batches(stage, config.parallel.pp_schedule)
 
 
-def _check_float8_rows(config: Config, stage: Stage, where: str, cp: int) -> None:
+def _check_float8_rows(config: Config, stage: ResolvedStage) -> None:
     """The gradient of a weight sums over a rank's tokens, and a product in float8 over multiples of 16."""
-    tiles, tokens = stage.activation.mlp_tiles or config.activation.mlp_tiles, stage.seq_len // cp
-    rows = config.training.micro_batch_sequences * math.gcd(tokens, -(-tokens // tiles))
+    tiles, tokens = stage.activation.mlp_tiles, stage.seq_len // stage.cp
+    rows = stage.micro_batch_sequences * math.gcd(tokens, -(-tokens // tiles))
     if config.training.float8 != "none" and rows % FLOAT8_ROWS:
-        unit = FLOAT8_ROWS * cp * tiles
+        unit = FLOAT8_ROWS * stage.cp * tiles
         raise ConfigError(
-            f"training.float8 multiplies {FLOAT8_ROWS} tokens at a time, and a rank's {tokens} tokens of {where} in "
-            f"{tiles} mlp_tiles are not multiples of {FLOAT8_ROWS}",
+            f"training.float8 multiplies {FLOAT8_ROWS} tokens at a time, and a rank's {tokens} tokens of "
+            f"{stage.where} in {tiles} mlp_tiles are not multiples of {FLOAT8_ROWS}",
             fix=f"use seq_len = {-(-stage.seq_len // unit) * unit}, other mlp_tiles, or training.float8 = 'none'",
         )
 
@@ -224,24 +232,15 @@ def check_measured_lengths(config: Config, stage: Stage, where: str, cp: int, tp
             )
 
 
-def _check_until(config: Config, stage: Stage, where: str) -> None:
-    unknown = [name for name in stage.until if name not in (*MEASURED, "max_tokens")]
-    if unknown:
-        raise ConfigError(
-            f"{where} names {', '.join(unknown)}, which no evaluation measures", fix=f"use {', '.join(MEASURED)}"
-        )
-    if not stage.until.get("max_tokens", 0) > 0 or len(stage.until) == 1:
-        raise ConfigError(
-            f"{where} = {stage.until} needs max_tokens, which ends the stage in any case, and a condition",
-            fix=f"e.g. {where} = {{validation_loss = 2.5, max_tokens = 1_000_000_000}}",
-        )
+def _check_until(config: Config, stage: ResolvedStage, first: ResolvedStage) -> None:
+    where = f"{stage.where}.until"
     if config.evaluation.interval == 0:
         raise ConfigError(
             f"{where} is decided after evaluations, and evaluation.interval is 0",
             fix="set evaluation.interval to a number of steps",
         )
     sources = config.data.by_name()
-    mixture = stage.data.mixture or config.data.mixture or dict.fromkeys(sources, 1.0)
+    mixture = stage.data.mixture or dict.fromkeys(sources, 1.0)
     if not any(mixture.get(name) and source.validation_fraction for name, source in sources.items()):
         raise ConfigError(
             f"{where} needs held-out text, but none of the stage's sources holds any out",
@@ -250,7 +249,7 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
     if not 0 <= stage.until.get("passkey_accuracy", 0) <= 1:
         accuracy = stage.until["passkey_accuracy"]
         raise ConfigError(f"{where}.passkey_accuracy = {accuracy} is never reached", fix="use a fraction from 0 to 1")
-    if "short_loss_rise" in stage.until and stage is config.curriculum.stages[0]:
+    if "short_loss_rise" in stage.until and stage is first:
         raise ConfigError(
             f"{where} has short_loss_rise, which compares with the end of the first stage: this one",
             fix="leave it out here",
@@ -264,38 +263,14 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
         )
 
 
-def _check_micro_batches(stage: Stage, where: str, schedule: str, pp: int, unit: int) -> None:
-    """Refuse too few micro-batches, of `unit` tokens each, for the pipeline; interleaved schedules need full rounds."""
-    count = stage.global_batch_tokens // unit
+def _check_micro_batches(stage: ResolvedStage, schedule: str) -> None:
+    """Refuse too few micro-batches for the pipeline; interleaved schedules need full rounds."""
+    count, pp, unit = stage.micro_batches, stage.pp, stage.round_tokens
     rounds = max(1, count // pp) if schedule.startswith("interleaved") else 1
     if count < pp or count % rounds:
         wanted = max(pp, -(-count // pp) * pp)
         raise ConfigError(
-            f"{where}.global_batch_tokens = {stage.global_batch_tokens} makes {count} micro-batches, which "
+            f"{stage.where}.global_batch_tokens = {stage.global_batch_tokens} makes {count} micro-batches, which "
             f"{schedule} cannot assign to {pp} pipeline ranks",
             fix=f"use {wanted * unit} for {wanted} micro-batches, or fewer pipeline ranks",
         )
-
-
-def check_dump_folder(folder: str) -> None:
-    """Make the run's folder, and write about as much to it as a start does.
-
-    Raises:
-        ConfigError: the folder, or a file in it that each start writes, cannot be made or written.
-    """
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
-            file.write(bytes(START_BYTES))
-        for path in (Path(folder, RUN_CONFIG), Path(folder, LOCK_FILE)):
-            if path.exists():
-                path.open("a").close()
-        if (checkpoints := Path(folder, CHECKPOINTS)).exists():
-            checkpoints.mkdir(exist_ok=True)  # raises where it is a file
-    except OSError as error:
-        name = Path(error.filename or folder).name
-        blocked = f"{name}: " if name in (RUN_CONFIG, LOCK_FILE, CHECKPOINTS) else ""
-        raise ConfigError(
-            f"job.dump_folder = {folder!r} cannot be written: {blocked}{error.strerror}",
-            fix="free some space, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
-        ) from None

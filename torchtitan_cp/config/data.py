@@ -166,6 +166,8 @@ def check_sources(data: Data, has_tokenizer: bool) -> None:
     """
     if data.sources:
         _check_names(data)
+    check_mixture(data.mixture, data, "data.mixture")
+    _check_source_names(data.max_epochs, data, "data.max_epochs")
     for source in data.by_name().values():
         where = source.where
         check_read_keys(source, "source", where)
@@ -216,30 +218,42 @@ def _check_names(data: Data) -> None:
             raise ConfigError(f"data.sources[{index}].name = {name!r} is taken", fix="give each source its own name")
 
 
-def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> None:
+def check_mixture(mixture: dict[str, float], data: Data, where: str) -> None:
+    """Check that a mixture names sources of [data], and weighs at least one.
+
+    Args:
+        where: the dotted key of the mixture.
+
+    Raises:
+        ConfigError: the first rule that is broken, with its fix.
+    """
+    _check_source_names(mixture, data, where)
+    if mixture and not 0 < sum(mixture.values()) < math.inf:
+        raise ConfigError(f"{where} needs finite numbers that sum to more than zero", fix="give numbers above 0")
+
+
+def _check_source_names(named: dict[str, float], data: Data, where: str) -> None:
+    known = set(data.by_name())
+    if unknown := sorted(set(named) - known):
+        raise ConfigError(
+            f"{where} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(known))}",
+            fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
+        )
+
+
+def check_stage_data(data: Data, own: ResolvedStageData, seq_len: int, where: str) -> None:
     """Check how a stage reads its text.
 
     Args:
-        own: the stage's own keys.
+        own: of the stage.
         seq_len: S of the stage, in tokens.
         where: their dotted name.
 
     Raises:
         ConfigError: the first rule that is broken, with its fix.
     """
-    known = set(data.by_name())
-    mixtures = {f"{where}.mixture": own.mixture or {}, "data.mixture": data.mixture}
-    for dotted, named in {**mixtures, "data.max_epochs": data.max_epochs}.items():
-        unknown = sorted(set(named) - known)
-        if unknown:
-            raise ConfigError(
-                f"{dotted} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(known))}",
-                fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
-            )
-    for dotted, mixture in mixtures.items():
-        if mixture and not 0 < sum(mixture.values()) < math.inf:
-            raise ConfigError(f"{dotted} needs finite numbers that sum to more than zero", fix="give numbers above 0")
-    mixture = own.mixture or data.mixture or dict.fromkeys(known, 1.0)
+    check_mixture(own.mixture, data, f"{where}.mixture")
+    mixture = own.mixture or dict.fromkeys(data.by_name(), 1.0)
     if not any(data.max_epochs.get(name) != 0 for name, weight in mixture.items() if weight):
         raise ConfigError(
             f"data.max_epochs is 0 for every source that {where} reads", fix="give one of them a number above 0"

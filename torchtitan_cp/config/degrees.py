@@ -1,7 +1,7 @@
-"""Degrees of the mesh as plain integers, computed from [parallel] and the number of ranks."""
+"""Degrees of a stage's mesh as plain integers, computed from [parallel], the stage and the number of ranks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.sections import Stage
@@ -12,10 +12,9 @@ ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks along each axis of the mesh, outermost first, with -1 resolved.
+    """Ranks along each axis of the mesh, outermost first, in one stage.
 
     Attributes:
-        fsdp: ranks the parameters are sharded over, dp_shard x cp. It is the same in every stage.
         ep: how many of the fsdp ranks share a layer's experts; it adds no ranks.
     """
 
@@ -28,17 +27,13 @@ class Degrees:
 
     @property
     def fsdp(self) -> int:
+        """Ranks that the parameters are sharded over. It is the same in every stage of one tp and pp."""
         return self.dp_shard * self.cp
 
-    def stage_cp(self, stage: Stage) -> int:
-        """Context-parallel degree of a stage: all FSDP ranks if it says -1, [parallel]'s if it says nothing."""
-        if stage.cp is None:
-            return self.cp
-        return self.fsdp if stage.cp == -1 else stage.cp
-
-    def stage_dp(self, stage: Stage) -> int:
-        """Ranks that hold different sequences in a stage."""
-        return self.dp_replicate * self.fsdp // self.stage_cp(stage)
+    @property
+    def dp(self) -> int:
+        """Ranks that hold different sequences."""
+        return self.dp_replicate * self.dp_shard
 
     def check_divides_fsdp(self, key: str, degree: int, other_fix: str = "") -> None:
         """Refuse a degree that does not divide the FSDP ranks, naming those that do.
@@ -54,26 +49,24 @@ class Degrees:
                 fix=f"use {divisors}{other_fix}",
             )
 
-    def tokens_per_round(self, stage: Stage, micro_batch_sequences: int) -> int:
-        """Tokens in one micro-batch of all ranks; those of a step are a multiple."""
-        return stage.seq_len * self.stage_dp(stage) * micro_batch_sequences
-
 
 def length_unit(cp: int, tp: int) -> int:
     """The number that must divide a sequence's tokens, so that cp x tp ranks can share it."""
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
 
 
-def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) -> Degrees:
-    """Fill the one -1 of [parallel] so that the product is `ranks`.
+def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage, where: str) -> Degrees:
+    """The degrees of a stage: those of [parallel], with the one -1 filled in so that the product is `ranks`.
 
     Args:
-        stage: if it sets tp or pp, these replace the degrees of [parallel].
+        stage: if it sets tp or pp, these replace the degrees of [parallel]; its cp divides dp_shard x cp anew.
+        where: the dotted key of the stage.
 
     Raises:
-        ConfigError: two degrees are -1, the product is not `ranks`, or ep does not divide dp_shard x cp.
+        ConfigError: two degrees are -1, the product is not `ranks`, or ep or the stage's cp does not divide
+            dp_shard x cp.
     """
-    own = {name: degree for name in ("tp", "pp") if (degree := getattr(stage, name, None)) is not None}
+    own = {name: degree for name in ("tp", "pp") if (degree := getattr(stage, name)) is not None}
     degrees = {name: getattr(parallel, name) for name in ORDER} | own
     text = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1) or "every degree 1"
     open_axes = [name for name, degree in degrees.items() if degree == -1]
@@ -99,4 +92,9 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
         degrees[open_axes[0]] = ranks // known
     resolved = Degrees(**degrees, ep=parallel.ep)
     resolved.check_divides_fsdp("parallel.ep", resolved.ep)
-    return resolved
+    if stage.cp is None:
+        return resolved
+    cp = resolved.fsdp if stage.cp == -1 else stage.cp
+    others = f" or -1 for all, e.g. '--{where}.cp=-1', or another number of ranks"
+    resolved.check_divides_fsdp(f"{where}.cp", cp, others)
+    return replace(resolved, cp=cp, dp_shard=resolved.fsdp // cp)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.rope import Rope
-from torchtitan_cp.curriculum.stages import ResolvedStage
+from torchtitan_cp.config.stages import ResolvedStage
 
 Frequencies = tuple[float, ...]
 
@@ -21,7 +21,7 @@ def check_head_dim(stages: Sequence[ResolvedStage], head_dim: int) -> None:
         ConfigError: a factor list without one number for each of the D/2 pairs, or ntk on a single pair.
     """
     for stage in stages:
-        where, rope = f"curriculum.stages[{stage.index}].rope", stage.rope
+        where, rope = f"{stage.where}.rope", stage.rope
         for name in ("long_factor", "short_factor") if rope else ():
             factors = getattr(rope, name)
             if factors and len(factors) != head_dim // 2:

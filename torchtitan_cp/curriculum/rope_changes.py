@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from torchtitan_cp.config.rope import KEYS_BY_KIND, Rope
-from torchtitan_cp.curriculum.stages import ResolvedStage
+from torchtitan_cp.config.stages import ResolvedStage
 
 
 class RopeNote(NamedTuple):

@@ -18,8 +18,7 @@ from rich.table import Table
 
 from torchtitan_cp.attention import prepare_plan
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.degrees import resolve_degrees
-from torchtitan_cp.curriculum import ResolvedStage
+from torchtitan_cp.curriculum import ResolvedStage, resolve_stages
 from torchtitan_cp.data.batches.micro_batches import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel.mesh import Meshes
@@ -60,7 +59,7 @@ class DryModel(ParallelModel):
 
     def __init__(self, run: ResolvedRun, world: World, tracker: StepTracker, stage: ResolvedStage) -> None:
         with real_tensors():
-            meshes = Meshes(world.device.device.type, run.degrees[stage.index])
+            meshes = Meshes(world.device.device.type, stage.degrees)
         super().__init__(run, world, meshes, stage)
         self.tracker, self.tp_and_pp = tracker, (stage.tp, stage.pp)
         for parameter in self.parts.parameters():
@@ -143,19 +142,15 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
 def with_shared_batches(config: Config, ranks: int) -> Config:
     """The config with every step large enough for so many ranks; logs each that is enlarged."""
     stages = []
-    for index, stage in enumerate(config.curriculum.stages):
-        degrees = resolve_degrees(config.parallel, ranks, stage)
-        # 0 of more cp than there are ranks, which resolve_run refuses.
-        unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
-        if unit and stage.global_batch_tokens % unit:
-            needed = -(-stage.global_batch_tokens // unit) * unit
+    for stage, resolved in zip(config.curriculum.stages, resolve_stages(config, ranks), strict=True):
+        needed = -(-stage.global_batch_tokens // resolved.round_tokens) * resolved.round_tokens
+        if needed > stage.global_batch_tokens:
             logger.warning(
-                "%d ranks cannot share curriculum.stages[%d].global_batch_tokens = %d, and a run would refuse it; "
-                "the dry run uses a step of %d tokens instead",
-                *(ranks, index, stage.global_batch_tokens, needed),
+                "%d ranks cannot share %s.global_batch_tokens = %d, and a run would refuse it; the dry run uses a step "
+                "of %d tokens instead",
+                *(ranks, resolved.where, stage.global_batch_tokens, needed),
             )
-            stage = dataclasses.replace(stage, global_batch_tokens=needed)
-        stages.append(stage)
+        stages.append(dataclasses.replace(stage, global_batch_tokens=needed))
     return config.with_keys(curriculum={"stages": tuple(stages)})
 
 

@@ -146,8 +146,7 @@ def plan_config(config: Config, cluster: Cluster, model_args: PlannedArgs | None
     run = resolve_run(config, cluster.ranks, model_args or sized_model_args(config))
     inactive: dict[str, Any] = {} if cluster.accelerator.capability else OFFLOADS
     return tuple(
-        Estimate(run.config_of(stage).with_keys(**inactive), run.model_args, degrees, stage, cluster)
-        for stage, degrees in zip(run.stages, run.degrees, strict=True)
+        Estimate(run.config_of(stage).with_keys(**inactive), run.model_args, stage, cluster) for stage in run.stages
     )
 
 

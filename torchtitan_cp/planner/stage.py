@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from torchtitan_cp.attention import AttentionMask, choose_strategy
+from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.kernels import Case, choose_for_case
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.contract import PlannedArgs
@@ -50,16 +50,19 @@ class PlannedStage:
     Attributes:
         config: with the stage's tp, pp and activation settings.
         args: ModelArgs with `vocab_size` set.
-        degrees: of the mesh in this stage.
         mask: of its sequences; attention is estimated with it.
     """
 
     config: Config
     args: PlannedArgs
-    degrees: Degrees
     stage: ResolvedStage
     cluster: Cluster
     mask: AttentionMask = field(default_factory=AttentionMask)
+
+    @property
+    def degrees(self) -> Degrees:
+        """Of the mesh in this stage."""
+        return self.stage.degrees
 
     @cached_property
     def tokens(self) -> int:
@@ -144,16 +147,12 @@ class PlannedStage:
 
     @cached_property
     def strategy(self) -> str:
-        """The exchange that is set, or that `auto` chooses for layers without a window."""
+        """The exchange of layers without a window."""
         return self.layer_strategy(0)
 
     def layer_strategy(self, window: int) -> str:
-        """The exchange that is set, or that `auto` chooses for layers with this window."""
-        if self.stage.strategy != "auto":
-            return self.stage.strategy
-        mask = AttentionMask().windowed(window if window < self.stage.seq_len else 0)
-        transfer = self.config.context_parallel.kv_transfer
-        return choose_strategy(self.heads.query, self.heads.key, self.stage.cp, mask.band, transfer)
+        """The exchange of layers with this window; one as long as the sequence hides nothing."""
+        return self.stage.strategies[window if window < self.stage.seq_len else 0]
 
     def all_to_all_ranks(self, strategy: str) -> int:
         """Ranks that trade heads under a strategy."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.check import LOCK_FILE, check_dump_folder
 from torchtitan_cp.config.file_lock import lock_file
+from torchtitan_cp.config.run_folder import LOCK_FILE, name_run_folder_errors, prepare_run_folder
 from torchtitan_cp.runtime.nodes import nodes_not_sharing
 
 logger = logging.getLogger(__name__)
@@ -47,9 +47,10 @@ def run_dir_lock(folder: str | Path) -> Iterator[None]:
 
 
 def _lock(folder: Path, stack: ExitStack) -> None:
-    """Lock the folder until the stack ends."""
-    check_dump_folder(str(folder))
-    file = stack.enter_context((folder / LOCK_FILE).open("a+"))
+    """Make the folder, lock it until the stack ends, and write to it what tells whether a run can."""
+    with name_run_folder_errors(str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context((folder / LOCK_FILE).open("a+"))
     several_nodes = dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     deadline = time.monotonic() + LOST_SECONDS * several_nodes
 
@@ -68,6 +69,7 @@ def _lock(folder: Path, stack: ExitStack) -> None:
         lock_file(file, 1.0, while_locked)
     except OSError as error:
         logger.warning("%s: this file system has no locks (%s); run only one job on it", file.name, error.strerror)
-    with suppress(OSError):  # a disk that was filled since the check above
+    prepare_run_folder(str(folder))
+    with suppress(OSError):  # a disk that was filled meanwhile
         file.truncate(0)
         os.write(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()}\n".encode())

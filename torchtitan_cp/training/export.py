@@ -17,10 +17,10 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.save import sync
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.config.run_folder import CHECKPOINTS
 from torchtitan_cp.config.sections import Model
 from torchtitan_cp.data.corpus.chat import CONFIG_FILE, ChatTemplate
 from torchtitan_cp.data.corpus.store import read_json, write_json

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_cp import attention
-from torchtitan_cp.attention import ContextParallel, Plan
+from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan
 from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.attention.local_shard import local_tensor
-from torchtitan_cp.attention.strategies import resolve_strategy
+from torchtitan_cp.attention.strategies import log_choice
 from torchtitan_cp.config.contract import Head, LanguageModel, ModelArgs
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.training import Compile
@@ -34,7 +34,7 @@ from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipelin
 from torchtitan_cp.parallel.stopwatch import Stopwatch
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.resolve import ResolvedRun
+from torchtitan_cp.training.resolve import ResolvedRun, layer_heads
 from torchtitan_cp.training.step_loss import LossHead, add_loss, count_step, output_rows
 
 Result = TypeVar("Result")
@@ -197,14 +197,15 @@ class ParallelModel:
             self._wrap_blocks(self.config.compile)
         settings, self.cp = self.config.context_parallel, stage.cp
         self.coordinate = self.meshes.coordinate(self.world.rank, self.cp)
-        hybrid, has_states = stage.strategy == "hybrid", any(self.args.state_sizes)
+        hybrid, has_states = "hybrid" in stage.strategies.values(), any(self.args.state_sizes)
         whole_mesh = self.meshes.for_cp(stage.cp) if has_states or not hybrid else None
         cp_mesh: Any = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else whole_mesh
-        names = (stage.strategy, settings.kernel, settings.layout, settings.kv_transfer)
+        names = (stage.strategies[0], settings.kernel, settings.layout, settings.kv_transfer)
         # ROW_PAIRS assumes 4 query heads for each key head.
         within, across = (pairs * 4 * self.args.n_kv_heads / self.args.n_heads for pairs in ROW_PAIRS)
         node = max(1, self.world.ranks_per_node // stage.tp)
         context_parallel = ContextParallel(cp_mesh, *names, node, (within, across), whole_mesh if hybrid else None)
+        self._log_choices(stage)
         for part in self.parts:
             set_rope(part, self.args, stage.rope, stage.seq_len, self.device)
         return BatchLayout(
@@ -214,9 +215,16 @@ class ParallelModel:
             stage.dp,
             self.coordinate[1],
             context_parallel.make_plan,
-            tuple(sorted({0, *self.args.layer_windows})),
+            stage.strategies,
             self.config.training.loss_normalization == "conversation",
         )
+
+    def _log_choices(self, stage: ResolvedStage) -> None:
+        """Log what `auto` chose for the layers with each window, and why."""
+        if stage.strategy == "auto" and stage.cp > 1 and self.config.context_parallel.kv_transfer == "exact":
+            for window, (query, key) in layer_heads(self.args).items():
+                heads, band = (query // stage.tp, key // stage.tp), AttentionMask().windowed(window).band
+                log_choice(stage.strategies[window], *heads, stage.cp, band)
 
     def _wrap_blocks(self, compiling: Compile) -> None:
         for part in self.parts:
@@ -379,11 +387,6 @@ class ParallelModel:
     def reads_same_batch_as(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
         return self.meshes.coordinate(rank, self.cp)[1:] == self.coordinate[1:]
-
-    def resolve_strategy(self, plan: Plan) -> str:
-        """The name of the exchange between ranks, with `auto` resolved."""
-        tp = self.meshes.degrees.tp
-        return resolve_strategy(plan, self.args.n_heads // tp, self.args.n_kv_heads // tp)[0]
 
     def pipeline_summary(self, stage: ResolvedStage) -> str:
         """Schedule, layers and bubble of the pipeline, for the log; empty without one."""

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.doctor import by_layer, difference
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.contract import Attend, LanguageModel
 from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.config.run_folder import prepare_run_folder
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, assign_sequences, collate, read_step
 from torchtitan_cp.runtime.device import Device, World
@@ -110,7 +110,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
         comparisons.append(_compare(trainer, shorten(trainer, stage, length)))
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
-        check_dump_folder(config.job.dump_folder)
+        prepare_run_folder(config.job.dump_folder)
         text = json.dumps([asdict(comparison) for comparison in comparisons], indent=1)
         (Path(config.job.dump_folder) / "parity.json").write_text(text)
     return all(comparison.holds for comparison in comparisons)
@@ -149,7 +149,7 @@ def _compare(trainer: Trainer, stage: ResolvedStage) -> Comparison:
     """Run a stage's first step both ways. Collective."""
     pipeline = f" x pp {stage.pp}" * (stage.pp > 1)
     tensor = f" x tp {stage.tp}" * (stage.tp > 1)
-    name = f"{stage.name}: cp {stage.cp} x dp {stage.dp}{tensor}{pipeline}, {stage.strategy}"
+    name = f"{stage.name}: cp {stage.cp} x dp {stage.dp}{tensor}{pipeline}, {stage.strategies[0]}"
     logger.info("parity: %s at %d tokens, %d sequences", name, stage.seq_len, stage.dp * stage.micro_batch_sequences)
     batch_layout = trainer.enter_stage(stage)
     parallel, parallel_peak = _parallel_step(trainer, batch_layout)
@@ -275,7 +275,9 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
     """
     samples, normalization = trainer.data_pipeline.samples, trainer.config.training.loss_normalization
     numbers = assign_sequences(samples, 0, batch_layout).flatten().tolist()
-    unsharded = replace(batch_layout, make_plan=make_plan, windows=(), weighted=normalization == "conversation")
+    unsharded = replace(
+        batch_layout, make_plan=make_plan, strategies={0: "ring"}, weighted=normalization == "conversation"
+    )
     batch = collate(samples.sequence, unsharded, numbers)
     documents = [torch.repeat_interleave(torch.tensor(samples.document_lengths(number))) for number in numbers]
     weights = (batch.labels != IGNORED).float() if batch.weights is None else batch.weights

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_FLAVOR = "debug"
 _ARCHITECTURES: dict[str, AnyArchitecture] = {}
+_downloads: dict[tuple[str, str], Path] = {}  # by name on the hub, and pattern
 
 
 class _NoAttention:
@@ -82,10 +84,9 @@ def check_model(config: Config, stages: Iterable[ResolvedStage], args: ModelArgs
                 f"{reason}",
                 fix="leave one of them out",
             )
-        check_length(args, f"curriculum.stages[{stage.index}].seq_len", stage.seq_len)
+        check_length(args, f"{stage.where}.seq_len", stage.seq_len)
         if problem := stage.rope and args.rope_problem(stage.rope.kind):
-            where = f"curriculum.stages[{stage.index}].rope"
-            raise ConfigError(f"{where}: {problem}", fix="leave it out; the model keeps its own")
+            raise ConfigError(f"{stage.where}.rope: {problem}", fix="leave it out; the model keeps its own")
     check_length(args, "evaluation.position_seq_len", config.evaluation.position_seq_len)
     for length in config.evaluation.passkey.lengths:
         check_length(args, "evaluation.passkey.lengths", length)
@@ -277,11 +278,24 @@ def hub_config(model: Model) -> dict[str, Any]:
         ConfigError: it cannot be read.
     """
     try:
-        return dict(json.loads(_config_path(model).read_text(encoding="utf-8")))
+        path = _config_path(model)
+        return dict(json.loads(_read_text(path, _file_identity(path))))
     except (OSError, ValueError, TypeError) as error:
         fix = "give a folder with config.json (and *.safetensors for weights), as `hf download --local-dir` makes it; "
         fix += f"a path is relative to the current directory, {Path.cwd()}"
         raise _config_error(model, f" cannot be read: {getattr(error, 'strerror', error)}", fix) from None
+
+
+@lru_cache(maxsize=16)
+def _read_text(path: Path, identity: tuple[int, ...]) -> str:
+    """The text of a file, read again once its identity has changed: several rules ask for one config.json."""
+    return path.read_text(encoding="utf-8")
+
+
+def _file_identity(path: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced or written."""
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def start_config(model: Model, args: Any) -> dict[str, Any]:
@@ -303,7 +317,7 @@ def _config_path(model: Model) -> Path:
 
 
 def hub_folder(model: Model, pattern: str = "config.json") -> Path:
-    """The folder of model.hub_checkpoint. If it is a name on the hub, its files are downloaded first.
+    """The folder of model.hub_checkpoint. If it is a name on the hub, its files are first downloaded, once a process.
 
     Args:
         pattern: which files to download besides the small ones: settings, tokenizer and chat template.
@@ -314,9 +328,13 @@ def hub_folder(model: Model, pattern: str = "config.json") -> Path:
     name = model.hub_checkpoint
     if not is_on_hub(model):
         return Path(os.path.expanduser(name))
+    if (known := _downloads.get((name, pattern))) and known.exists():
+        return known
     hub = import_extra("huggingface_hub", extra="hub", needed_by=f"model.hub_checkpoint = {name!r}")
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.jinja", "tokenizer*", pattern]))
+        patterns = ["*.json", "*.jinja", "tokenizer*", pattern]
+        _downloads[name, pattern] = folder = Path(hub.snapshot_download(name, allow_patterns=patterns))
+        return folder
     except Exception as error:  # the network, the server and the cache have their own
         raise ConfigError(
             f"model.hub_checkpoint: there is no folder {name}, and downloading it failed: {error}",

@@ -11,15 +11,15 @@ from torchtitan_cp.checkpoint.hub_rope import rope_changes
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, load_config
-from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.config.contract import ModelArgs
+from torchtitan_cp.config.run_folder import RUN_CONFIG
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.corpus.cache import PreparedCorpus
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
 from torchtitan_cp.runtime.consistency import flatten
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
-from torchtitan_cp.training.resolve import check_hub_tokenizer
+from torchtitan_cp.training.preflight import check_hub_tokenizer
 from torchtitan_cp.training.rope_log import log_rope_notes
 
 logger = logging.getLogger(__name__)

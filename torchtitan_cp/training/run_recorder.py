@@ -13,8 +13,8 @@ from torch import Tensor
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
 from torchtitan_cp.config import to_toml
-from torchtitan_cp.config.check import RUN_CONFIG, check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.config.run_folder import RUN_CONFIG, prepare_run_folder
 from torchtitan_cp.curriculum import ResolvedStage, describe_rope
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data.batches.micro_batches import MicroBatch
@@ -81,7 +81,7 @@ class RunRecorder:
         config, device, log = self.config, self.world.device, self.log
         if self.world.rank == 0:
             text, tokenizer = to_toml(config), self.data.corpus.tokenizer
-            check_dump_folder(config.job.dump_folder)
+            prepare_run_folder(config.job.dump_folder)
             replace_file(self.folder / RUN_CONFIG, text.encode())
             if tokenizer.path and config.tokenizer.trained:
                 replace_file(self.folder / TOKENIZER_FILE, tokenizer.path.read_bytes())
@@ -115,7 +115,7 @@ class RunRecorder:
         """
         exchange, first = "each sequence on one rank", progress.step - progress.stage_step
         if batch.plan.ranks > 1:
-            strategy, layout = self.model.resolve_strategy(batch.plan), batch.plan.layout.name
+            strategy, layout = batch.plan.strategy, batch.plan.layout.name
             sent = keys_sent(batch.plans, self.model.args.layer_windows)
             exchange = (
                 f"attention by {strategy} on layout {layout} (the busiest rank computes {imbalance(batch.plan):.2f} "

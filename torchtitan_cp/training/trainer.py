@@ -13,8 +13,8 @@ from typing import Any
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, UserError
-from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.run_folder import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, batch_signature
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
@@ -34,7 +34,8 @@ from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import start_exports
 from torchtitan_cp.training.model import ParallelModel
-from torchtitan_cp.training.resolve import check_before_corpus, fit_vocabulary, resolve_run
+from torchtitan_cp.training.preflight import check_before_corpus, fit_vocabulary
+from torchtitan_cp.training.resolve import resolve_run
 from torchtitan_cp.training.run_recorder import RunRecorder
 from torchtitan_cp.training.step import StepRunner
 
@@ -91,7 +92,7 @@ class Trainer:
         self.data_pipeline = DataPipeline(config, corpus, run.longest)
 
         args = fit_vocabulary(run, corpus.tokenizer.vocab_size)
-        self.meshes = Meshes(self.device.device.type, run.degrees[first.index])
+        self.meshes = Meshes(self.device.device.type, first.degrees)
         self.model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, first)
         self.step_runner = StepRunner(self.model, self._stop_and_save_requests)
         self.evaluator = Evaluator(

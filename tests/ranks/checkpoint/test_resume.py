@@ -21,8 +21,8 @@ from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, losses, prepared, train, write_run
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, checksum, verify_checkpoint
 from torchtitan_cp.checkpoint.weights import open_saved_model
-from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.config.load import load_config, to_toml
+from torchtitan_cp.config.run_folder import RUN_CONFIG
 from torchtitan_cp.training import trainer
 
 

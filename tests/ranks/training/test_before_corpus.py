@@ -19,7 +19,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.runs import write_run
 from torchtitan_cp.attention.kernels import KERNELS
 from torchtitan_cp.checkpoint.hub import load_parts
-from torchtitan_cp.cli.check import preflight
+from torchtitan_cp.cli.check import check_run
 from torchtitan_cp.config import Config, UserError, load_config
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training import registry, trainer
@@ -55,7 +55,7 @@ def verdicts(path: Path, missing: str, *overrides: str) -> tuple[str, str]:
     registry.register(ARCHITECTURES)
     config = load_config(path, overrides)
     with patch.dict(sys.modules, {missing: None} if missing else {}):
-        return said_by(lambda: preflight(config, 1)), said_by(lambda: start(config))
+        return said_by(lambda: check_run(config, 1)), said_by(lambda: start(config))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def verdicts_on_damage(path: Path, overrides: list[str], draws: int) -> list[tup
             shutil.rmtree(hub, ignore_errors=True)
             shutil.copytree(whole, hub)
             damage(hub, random.Random(f"{name} {number}"))
-            check, started = said_by(lambda: preflight(config, 1)), said_by(lambda: start(config))
+            check, started = said_by(lambda: check_run(config, 1)), said_by(lambda: start(config))
             found.append((name, sound, check, started, said_by(lambda: load(config, model))))
     return found
 

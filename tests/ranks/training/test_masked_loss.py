@@ -185,7 +185,7 @@ def leaks(path: Path) -> dict[str, tuple[bool, bool]]:
     trainer = prepared(path, "--checkpoint.enable=false", "--parallel.cp=4", "--data.loss_on=all")
     stage, found = dataclasses.replace(trainer.stages[0], all_to_all_ranks=2), {}
     for exchange in ("ring", "all_gather", "all_to_all", "hybrid"):
-        layout = trainer.enter_stage(dataclasses.replace(stage, strategy=exchange))
+        layout = trainer.enter_stage(dataclasses.replace(stage, strategies={0: exchange}))
         own_changes, others_change, packed = [], [], []
         for batch in read_step(trainer.data_pipeline.samples, layout, 0):
             changed, own = [], []

@@ -8,7 +8,8 @@ import torch
 from tests.support.emulated_ops import EMULATED, emulate
 from tests.support.kernel_cases import draw
 from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, causal_conv, gated_delta_rule, make_plan
-from torchtitan_cp.attention.operator import resolve_auto
+from torchtitan_cp.attention.operator import with_exchange
+from torchtitan_cp.attention.strategies import ranks_trading_heads
 
 
 def test_a_graph_that_is_replayed_leaves_attention_out() -> None:
@@ -90,7 +91,7 @@ def test_a_plan_whose_strategy_is_chosen_later_keeps_the_steps_that_still_hold()
     mask = AttentionMask(document_lengths=((9, 23, 32),))
     plan = make_plan(64, mask=mask, ranks=8, rank=1)
     steps = plan.steps
-    ring, traded = (resolve_auto(plan, *heads) for heads in ((6, 3), (8, 8)))
+    ring, traded = (with_exchange(plan, ranks_trading_heads(plan, *heads)) for heads in ((6, 3), (8, 8)))
     assert (ring.strategy, traded.strategy) == ("ring", "all_to_all")
     assert ring.steps is steps
     assert len(traded.steps) == 1  # whose ring is of one member
@@ -100,7 +101,8 @@ def test_a_plan_whose_strategy_is_chosen_later_keeps_the_steps_that_still_hold()
 
 def test_auto_keeps_keys_in_8_bits_on_the_ring_where_heads_could_be_traded() -> None:
     plan = make_plan(64, ranks=8, kv_transfer="float8")
-    assert (resolve_auto(plan, 8, 8).strategy, resolve_auto(plan, 8, 8).kv_transfer) == ("ring", "float8")
+    ring = with_exchange(plan, ranks_trading_heads(plan, 8, 8))
+    assert (ring.strategy, ring.kv_transfer) == ("ring", "float8")
 
 
 def test_a_plan_of_inference_mode_can_be_trained_with() -> None:
@@ -124,6 +126,6 @@ def test_documents_are_hashed_once_and_not_at_each_attention() -> None:
             return super().__hash__()
 
     plan = make_plan(64, mask=AttentionMask(document_lengths=(Lengths((24, 40)),)), ranks=4)
-    resolve_auto(plan, 4, 2)
-    resolve_auto(replace(plan, strategy="all_gather"), 4, 2)
+    with_exchange(plan, ranks_trading_heads(plan, 4, 2))
+    with_exchange(replace(plan, strategy="all_gather"), 1)
     assert hashed == [2]

@@ -90,5 +90,5 @@ def test_auto_trades_heads_where_that_carries_less_than_half_of_the_ring_and_no_
 
 def test_the_log_names_a_window_by_its_keys_as_the_config_does(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    log_choice(4, 2, 3, AttentionMask().windowed(64).band)
+    log_choice("ring", 4, 2, 3, AttentionMask().windowed(64).band)
     assert "4 query and 2 key heads, a window of 64 tokens;" in caplog.text

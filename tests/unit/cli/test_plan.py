@@ -27,7 +27,8 @@ def test_what_does_not_fit_is_said_with_how_much_is_missing(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["--nodes", "3"], "curriculum.stages[0].global_batch_tokens"),
+        (["--nodes", "3"], "curriculum.stages[3].cp = 16 does not divide dp_shard x cp = 24"),
+        (["--training.micro_batch_sequences=7"], "curriculum.stages[0].global_batch_tokens"),
         (["--nodes", "128", "--parallel.tp=16"], "parallel.tp = 16 does not divide the model's n_kv_heads"),
         (["--model.flavor=9B"], "model.flavor = '9B' is not known"),
         (

@@ -1,13 +1,12 @@
 """Checks between keys, given the number of ranks."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.check import check_config, check_dump_folder
+from torchtitan_cp.config import check as rules
 from torchtitan_cp.config.data import Data, DataSource, StageData
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.run import Evaluation, Health, Job, Passkey, Profiling
@@ -22,12 +21,18 @@ from torchtitan_cp.config.training import (
     StageActivation,
     Training,
 )
+from torchtitan_cp.curriculum import resolve_stages
 
 STAGE = Stage(seq_len=1024, steps=10, global_batch_tokens=8192)
 
 
 def config_with(*stages: Stage, **sections: object) -> Config:
     return Config(curriculum=Curriculum(stages or (STAGE,)), **sections)  # type: ignore[arg-type]
+
+
+def check_config(config: Config, ranks: int) -> None:
+    """Resolve the stages for these ranks, and judge them."""
+    rules.check_config(config, resolve_stages(config, ranks), ranks)
 
 
 def refuse(config: Config, ranks: int) -> str:
@@ -281,23 +286,10 @@ def test_interleaved_schedules_want_whole_rounds() -> None:
 
 def test_a_cp_of_minus_one_takes_every_rank() -> None:
     stage = dataclasses.replace(STAGE, cp=-1)
-    degrees = check_config(config_with(stage, training=Training(micro_batch_sequences=2)), 4)
-    assert (degrees.stage_cp(stage), degrees.stage_dp(stage)) == (4, 1)
-
-
-def test_a_dump_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"job.dump_folder = .*file/run' cannot be written: Not a directory"):
-        check_dump_folder(str(tmp_path / "file" / "run"))
-    check_dump_folder(str(tmp_path / "new" / "run"))
-    assert list((tmp_path / "new" / "run").iterdir()) == []
-    (tmp_path / "new" / "run" / "config.toml").mkdir()
-    with pytest.raises(ConfigError, match=r"job.dump_folder = .*run' cannot be written: config.toml: Is a directory"):
-        check_dump_folder(str(tmp_path / "new" / "run"))
-    (tmp_path / "new" / "run" / "config.toml").rmdir()
-    (tmp_path / "new" / "run" / "checkpoints").touch()
-    with pytest.raises(ConfigError, match=r"job.dump_folder = .*run' cannot be written: checkpoints: File exists"):
-        check_dump_folder(str(tmp_path / "new" / "run"))
+    config = config_with(stage, training=Training(micro_batch_sequences=2))
+    check_config(config, 4)
+    [resolved] = resolve_stages(config, 4)
+    assert (resolved.cp, resolved.dp, resolved.round_tokens) == (4, 1, 2 * 1024)
 
 
 @pytest.mark.parametrize(

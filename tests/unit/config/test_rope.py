@@ -8,6 +8,12 @@ from tests.support.ropes import LONGROPE, YARN, config_of
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.curriculum import resolve_stages
+
+
+def check(rope: Rope) -> None:
+    config = config_of(rope)
+    check_config(config, resolve_stages(config, 1), 1)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,7 @@ from torchtitan_cp.config.rope import Rope
 )
 def test_keys_that_do_not_go_together_are_refused_with_the_way_to_mend_it(rope: Rope, wanted: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_config(config_of(rope), 1)
+        check(rope)
     assert f"curriculum.stages[1].rope{wanted}" in str(caught.value)
 
 
@@ -77,4 +83,4 @@ def test_keys_that_do_not_go_together_are_refused_with_the_way_to_mend_it(rope: 
     ],
 )
 def test_keys_that_go_together_pass(rope: Rope) -> None:
-    check_config(config_of(rope), 1)
+    check(rope)

@@ -8,7 +8,7 @@ import pytest
 from tests.support.chats import TURNS
 from tests.support.deep import deep_rows
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.cli.check import preflight
+from torchtitan_cp.cli.check import check_run
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.curriculum import ResolvedStage, resolve_stages
 
@@ -58,7 +58,7 @@ SLOW = ("gemma3_4b_128k_to_512k", "olmo3_7b_65k", "qwen3_8b_1m")
 def test_a_config_that_ships_passes_every_check_and_its_plans_cover_the_causal_mask(name: str, tmp_path: Path) -> None:
     path = next(path for path in FILES if path.stem == name)
     config, ranks = load(path, tmp_path / "run"), ranks_of(path)
-    assert f" on {ranks} rank" in preflight(config, ranks)
+    assert f" on {ranks} rank" in check_run(config, ranks)
     for stage in resolve_stages(config, ranks):
         assert stage.steps > 0
         assert planned_pairs(config, stage) == stage.seq_len * (stage.seq_len + 1) // 2
@@ -97,7 +97,7 @@ def test_llama3_runs_with_the_8b_on_the_ranks_its_head_says(tmp_path: Path) -> N
     path = next(path for path in FILES if path.stem == "llama3_8k_to_128k")
     line = re.search(r"^# The same stages fit the 8B on (\d+) ranks: (.*)$", path.read_text(), re.MULTILINE)
     assert line
-    assert "steps on 128 ranks" in preflight(load(path, tmp_path, *line[2].split()), int(line[1]))
+    assert "steps on 128 ranks" in check_run(load(path, tmp_path, *line[2].split()), int(line[1]))
 
 
 def test_the_flagship_goes_from_4k_to_a_million_tokens(tmp_path: Path) -> None:

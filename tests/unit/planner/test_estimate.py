@@ -72,7 +72,7 @@ def test_attention_has_the_rate_of_the_kernel_that_auto_chooses(
 
 def test_auto_plans_a_ring_for_layers_with_a_window_beside_heads_that_are_traded() -> None:
     traded = ("--model.overrides.n_kv_heads=32", "--curriculum.stages[2].cp=8", "--curriculum.stages[2].strategy=auto")
-    planned = estimates(LONG, *traded)[2]
+    planned = estimates(LONG, *traded, "--model.overrides.windows=[0, 1024]")[2]
     assert planned.strategy == planned.layer_strategy(planned.stage.seq_len) == "all_to_all"
     assert planned.layer_strategy(1024) == "ring"
 

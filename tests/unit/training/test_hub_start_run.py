@@ -10,20 +10,21 @@ from models import ARCHITECTURES
 from tests.support.hub_models import PLAIN, SHAPES, change_config, write_start
 from tests.support.runs import TINY, write_run
 from torchtitan_cp.checkpoint.hub import INDEX_FILE
-from torchtitan_cp.cli.check import preflight
+from torchtitan_cp.cli.check import check_run
 from torchtitan_cp.config import ConfigError, load_config, to_toml
 from torchtitan_cp.config.rope import Rope
+from torchtitan_cp.training.preflight import check_hub_weights
 from torchtitan_cp.training.registry import model_args_of, register
-from torchtitan_cp.training.resolve import check_hub_weights, resolve_run
+from torchtitan_cp.training.resolve import resolve_run
 
 
 def test_a_model_without_words_there_is_refused_before_it_is_trained(tmp_path: Path) -> None:
     register(ARCHITECTURES)
     path = write_run(tmp_path, TINY)
     with pytest.raises(ConfigError, match=r"cannot be written in Hugging Face's format: .*\n.*checkpoint.export"):
-        preflight(load_config(path, ["--checkpoint.export=float32", "--model.overrides.sinks=true"]), 1)
+        check_run(load_config(path, ["--checkpoint.export=float32", "--model.overrides.sinks=true"]), 1)
     with pytest.raises(ConfigError, match=r"checkpoint.export needs checkpoints"):
-        preflight(load_config(path, ["--checkpoint.export=float32", "--checkpoint.enable=false"]), 1)
+        check_run(load_config(path, ["--checkpoint.export=float32", "--checkpoint.enable=false"]), 1)
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -69,9 +70,9 @@ def test_a_yarn_that_is_too_short_for_its_stage_is_said(tmp_path: Path, caplog: 
     register(ARCHITECTURES)
     path = write_run(tmp_path, TINY)
     rope = "--curriculum.stages[0].rope={kind = 'yarn', factor = %s, original_seq_len = 32}"
-    preflight(load_config(path, [rope % 4.0]), 1)
+    check_run(load_config(path, [rope % 4.0]), 1)
     assert not caplog.records
-    preflight(load_config(path, [rope % 3.0]), 1)
+    check_run(load_config(path, [rope % 3.0]), 1)
     assert "stages[0].rope: factor x original_seq_len = 96 is shorter than the stage's seq_len = 128" in caplog.text
 
 
@@ -79,15 +80,15 @@ def test_check_refuses_overrides_that_the_weights_do_not_fit(tmp_path: Path) -> 
     register(ARCHITECTURES)
     path = write_start(tmp_path, "qwen3")
     chosen = (*PLAIN, "--model.architecture=huggingface")
-    assert "steps on 1 rank" in preflight(load_config(path, [*chosen, "--model.overrides.rms_norm_eps=1e-5"]), 1)
+    assert "steps on 1 rank" in check_run(load_config(path, [*chosen, "--model.overrides.rms_norm_eps=1e-5"]), 1)
     for key, says in (
         ("num_hidden_layers = 3", "has model.layers.3.input_layernorm.weight, which the model of 3 layers"),
         ("intermediate_size = 64", r"mlp.down_proj.weight is \[48, 64\]"),
     ):
         with pytest.raises(ConfigError, match=f"{says}.*\n  fix: .* without model.overrides of its sizes"):
-            preflight(load_config(path, [*chosen, f"--model.overrides={{{key}}}"]), 1)
+            check_run(load_config(path, [*chosen, f"--model.overrides={{{key}}}"]), 1)
     fresh = "--model.load_weights=false", "--model.overrides.num_hidden_layers=3"
-    assert "steps on 1 rank" in preflight(load_config(path, [*chosen, *fresh]), 1)
+    assert "steps on 1 rank" in check_run(load_config(path, [*chosen, *fresh]), 1)
 
 
 def test_a_name_on_the_hub_is_checked_by_its_files_and_downloaded_before_the_corpus(
@@ -110,9 +111,9 @@ def test_a_name_on_the_hub_is_checked_by_its_files_and_downloaded_before_the_cor
     config = load_config(path, [*PLAIN, "--model.hub_checkpoint=someone/something"])
     pickled = r"something has neither .*; pytorch_model-00001-of-00002.bin holds pickled weights, .* read\n.*save"
     with pytest.raises(ConfigError, match=pickled):
-        preflight(config, 1)
+        check_run(config, 1)
     for files in (["config.json", INDEX_FILE], ConnectionError("offline")):  # noqa: B007
-        preflight(config, 1)
+        check_run(config, 1)
     assert set(asked) == {"config.json"}, "a check downloads no weights"
     args = model_args_of(config.model)
     check_hub_weights(config, args, download=True)

@@ -12,15 +12,16 @@ from models import ARCHITECTURES
 from tests.support.chats import write_llama_model, write_tokenizer
 from tests.support.huggingface_families import FAMILIES, eager_model
 from tests.support.runs import TINY, write_run
-from torchtitan_cp.cli.check import preflight
+from torchtitan_cp.cli.check import check_run
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.load import to_toml
 from torchtitan_cp.config.sections import Tokenizer
 from torchtitan_cp.data.corpus.tokenizer_training import train_sentencepiece
 from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.training.data_pipeline import tokenizer_of
+from torchtitan_cp.training.preflight import check_hub_tokenizer
 from torchtitan_cp.training.registry import register
-from torchtitan_cp.training.resolve import check_hub_tokenizer, with_defaults
+from torchtitan_cp.training.resolve import with_defaults
 
 
 @pytest.fixture
@@ -45,10 +46,10 @@ def test_the_checkpoint_brings_its_tokenizer_and_the_resolved_config_names_it(pa
     write_tokenizer(hub)
     assert resolved(path, "--tokenizer.bos=false").tokenizer == Tokenizer("huggingface", f"{hub}/tokenizer.json", False)
     config = resolved(path)
-    assert "steps on 1 rank" in preflight(load_config(path, []), 1)
+    assert "steps on 1 rank" in check_run(load_config(path, []), 1)
     (tmp_path / "again.toml").write_text(to_toml(config))
     assert resolved(tmp_path / "again.toml") == config
-    assert "steps on 1 rank" in preflight(load_config(tmp_path / "again.toml", []), 1)
+    assert "steps on 1 rank" in check_run(load_config(tmp_path / "again.toml", []), 1)
     assert sized_model_args(load_config(path, ["--model.load_weights=false"])).vocab_size == 440
     for named in ("--tokenizer.kind=bytes", "--tokenizer.vocab_size=500"):
         assert resolved(path, named).tokenizer == load_config(path, [named]).tokenizer
@@ -89,16 +90,16 @@ def test_weights_go_on_with_a_tokenizer_of_the_same_vocabulary_only(path: Path, 
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     chat.write_text(json.dumps(other))
     with pytest.raises(ConfigError) as caught:
-        preflight(load_config(path, named), 1)
+        check_run(load_config(path, named), 1)
     assert f"the tokenizer '{chat}' is not that of model.hub_checkpoint, {own}: 2 ids mean other text" in str(
         caught.value
     )
     assert "the first of them 100\n  fix: leave out tokenizer.kind and tokenizer.path" in str(caught.value)
     with pytest.raises(ConfigError, match=r"the tokenizer bytes is not that of model\.hub_checkpoint"):
         check_hub_tokenizer(resolved(path, "--tokenizer.kind=bytes"))
-    assert "steps on 1 rank" in preflight(load_config(path, [*named, "--model.load_weights=false"]), 1)
+    assert "steps on 1 rank" in check_run(load_config(path, [*named, "--model.load_weights=false"]), 1)
     (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
-    assert "steps on 1 rank" in preflight(load_config(path, named), 1), "of a run that goes on"
+    assert "steps on 1 rank" in check_run(load_config(path, named), 1), "of a run that goes on"
 
 
 def test_either_tokenizer_of_a_checkpoint_is_its_own_and_without_one_any_goes(path: Path, tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_either_tokenizer_of_a_checkpoint_is_its_own_and_without_one_any_goes(pa
 
 def test_a_tokenizer_of_the_corpus_is_never_trained_for_given_embeddings(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        preflight(load_config(path, []), 1)
+        check_run(load_config(path, []), 1)
     assert "are of its own tokenizer, and [tokenizer] asks for one that is trained on the corpus" in str(caught.value)
     assert "fix: set tokenizer.kind and tokenizer.path to the tokenizer of the checkpoint, which has none" in str(
         caught.value
@@ -123,6 +124,6 @@ def test_a_tokenizer_of_the_corpus_is_never_trained_for_given_embeddings(path: P
     write_tokenizer(tmp_path / "hub")
     with pytest.raises(ConfigError, match=r"fix: leave out tokenizer.vocab_size = 300, or set model.load_weights"):
         check_hub_tokenizer(resolved(path, "--tokenizer.vocab_size=300"))
-    assert "steps on 1 rank" in preflight(
+    assert "steps on 1 rank" in check_run(
         load_config(path, ["--tokenizer.vocab_size=300", "--model.load_weights=false"]), 1
     )

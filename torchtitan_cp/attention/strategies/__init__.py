@@ -11,7 +11,7 @@ To add a strategy:
    steps, or those for all keys if it `gathers_keys` (operator.prepare_plan).
 4. The conformance tests run every strategy of this registry. Add a row to tests/ranks/training/test_parity.py.
 
-A group of one rank always runs the ring; `benchmarks.simulation.simulate` runs a strategy on many ranks in one process.
+A plan for one rank names the ring; `benchmarks.simulation.simulate` runs a strategy on many ranks in one process.
 """
 
 import logging
@@ -60,18 +60,17 @@ def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band, kv
     return "all_to_all" if _volume_fraction(query_heads, key_heads, ranks) < 0.5 else "ring"
 
 
-def resolve_strategy(plan: Plan, query_heads: int, key_heads: int) -> tuple[str, int]:
-    """A plan's strategy, and how many ranks trade heads in it; `auto` depends on the heads."""
+def ranks_trading_heads(plan: Plan, query_heads: int, key_heads: int) -> int:
+    """How many ranks trade heads in an attention: as the plan says, or for `auto` as `choose_strategy` does."""
     if plan.strategy != "auto":
-        return plan.strategy, plan.all_to_all_ranks
+        return plan.all_to_all_ranks
     chosen = choose_strategy(query_heads, key_heads, plan.ranks, plan.mask.band, plan.kv_transfer)
-    return chosen, plan.ranks if STRATEGIES[chosen].uses_all_to_all else 1
+    return plan.ranks if STRATEGIES[chosen].uses_all_to_all else 1
 
 
 @lru_cache(maxsize=256)
-def log_choice(query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
-    """Log once what `choose_strategy` chose, and why."""
-    chosen = choose_strategy(query_heads, key_heads, ranks, band)
+def log_choice(chosen: str, query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
+    """Log once which strategy `choose_strategy` chose for exact keys and values, and why."""
     window = "no window" if band.low is None else f"a window of {1 - band.low} tokens"
     fraction = _volume_fraction(query_heads, key_heads, ranks)
     why = f"{query_heads} query and {key_heads} key heads, {window}; all_to_all (if heads divide, without a window) "

@@ -63,7 +63,7 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """Attention across a group of ranks. A group of one rank always runs the ring.
+    """Attention across a group of ranks; a plan for one rank names the ring.
 
     Attributes:
         forward: (q, k, v, call) -> (out, lse, residuals); q `[B, S/P, Hq, Dqk]`, k `[B, S/P, Hkv, Dqk]`,

@@ -5,8 +5,8 @@ of them a rank reads, and the plan for their documents decides which tokens of t
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,8 +36,8 @@ class BatchLayout:
         micro_batch_sequences: B, sequences of one forward on one rank.
         dp: data-parallel ranks.
         dp_rank: index of this rank among them.
-        make_plan: (S, mask=, like=) -> this rank's plan; can be pickled.
-        windows: attention windows of the model's layers, in keys; 0: no window.
+        make_plan: (S, mask=, like=, strategy=) -> this rank's plan; can be pickled.
+        strategies: exchange of the layers by their window, in keys; 0, which is always there: no window.
         weighted: micro-batches contain the weights of their tokens.
     """
 
@@ -47,7 +47,7 @@ class BatchLayout:
     dp: int
     dp_rank: int
     make_plan: Callable[..., Plan]
-    windows: tuple[int, ...] = (0,)
+    strategies: Mapping[int, str] = field(default_factory=lambda: {0: "auto"})
     weighted: bool = False
 
     @property
@@ -63,12 +63,13 @@ class BatchLayout:
     def plans(self, mask: AttentionMask | None = None) -> dict[int, Plan]:
         """The plan for each window, and without one (0), all on one layout."""
         mask = mask or AttentionMask()
-        plan = self.make_plan(self.seq_len, mask=mask)
+        plan = self.make_plan(self.seq_len, mask=mask, strategy=self.strategies[0])
         # A window as long as the sequence hides nothing, and kernels without windows are faster.
-        plans = dict.fromkeys({0, *self.windows}, plan)
-        for window in plans:
+        plans = dict.fromkeys(self.strategies, plan)
+        for window, strategy in self.strategies.items():
             if 0 < window < self.seq_len:
-                plans[window] = self.make_plan(self.seq_len, mask=mask.windowed(window), like=plan)
+                windowed = mask.windowed(window)
+                plans[window] = self.make_plan(self.seq_len, mask=windowed, like=plan, strategy=strategy)
         return plans
 
 

@@ -76,7 +76,9 @@ def test_all_tensors_of_a_batch_are_pinned(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_layers_whose_window_hides_nothing_have_the_plan_of_those_without_one() -> None:
-    plans = replace(batch_layout_of(), windows=(0, 8, SEQ_LEN - 1, SEQ_LEN, 2 * SEQ_LEN)).plans()
+    plans = replace(
+        batch_layout_of(), strategies=dict.fromkeys((0, 8, SEQ_LEN - 1, SEQ_LEN, 2 * SEQ_LEN), "ring")
+    ).plans()
     assert plans[SEQ_LEN] is plans[2 * SEQ_LEN] is plans[0]
     assert plans[8].mask.window == (7, -1)
     assert plans[SEQ_LEN - 1].mask.window == (SEQ_LEN - 2, -1)

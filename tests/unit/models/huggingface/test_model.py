@@ -46,7 +46,7 @@ def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, c
     model.to(device).reset_rope(SEQ_LEN, torch.device(device))
     tokens, labels = torch.randint(args.probe.vocab_size, (2, 2, SEQ_LEN))
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
-    layout = BatchLayout(SEQ_LEN, 1, 2, 1, 0, partial(make_plan), tuple(sorted({0, *args.layer_windows})))
+    layout = BatchLayout(SEQ_LEN, 1, 2, 1, 0, partial(make_plan), dict.fromkeys({0, *args.layer_windows}, "ring"))
     loss_of = ChunkedCrossEntropy(40, 0.0, args.logit_scale, args.logit_softcap)
     total = model(
         tokens.to(device),
@@ -68,7 +68,7 @@ def test_a_head_that_calls_the_output_layer_gets_the_models_logits(family: str) 
     model = HuggingFaceModel(args, LayerAttention())
     copy_weights(eager_model(FAMILIES[family]), model)
     model.reset_rope(16, torch.device("cpu"))
-    layout = BatchLayout(16, 1, 1, 1, 0, partial(make_plan), tuple(sorted({0, *args.layer_windows})))
+    layout = BatchLayout(16, 1, 1, 1, 0, partial(make_plan), dict.fromkeys({0, *args.layer_windows}, "ring"))
     given = torch.randint(args.vocab_size, (1, 16)), torch.arange(16), layout.plans(AttentionMask())
     want = model(*given)
     assert torch.allclose(model(*given, lambda hidden, output: output(hidden)), want, atol=1e-6)

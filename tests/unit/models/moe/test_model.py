@@ -18,7 +18,7 @@ from models.moe import Moe, MoeArgs
 from models.moe import model as moe
 from models.moe.model import Experts, MoeBlock, Router, swiglus
 from tests.support.runs import EXPERTS, write_run
-from torchtitan_cp.cli import check as preflight
+from torchtitan_cp.cli import check
 from torchtitan_cp.training.plain_attention import PlainAttention
 
 SHAPE = MoeArgs(48, 2, 4, 2, 16, 40, 97, n_experts=6, experts_per_token=2, balance=0.5)
@@ -180,7 +180,7 @@ def test_what_experts_cannot_have_is_refused_before_a_rank_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     path = write_run(tmp_path, EXPERTS)
-    assert preflight.main([str(path), "--ranks", "2", override]) == 2
+    assert check.main([str(path), "--ranks", "2", override]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from models.qwen3_5.hub import config
 from tests.support.hybrid_model import ARGS, ROPE, TOKENS, build, names_of
 from tests.support.runs import write_run
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.cli import check as preflight
+from torchtitan_cp.cli import check
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.plain_attention import PlainAttention
 
@@ -58,6 +58,6 @@ def test_tensor_parallelism_is_refused_before_a_rank_starts(tmp_path: Path, caps
     """Elsewhere the gradient of the delta nets' norm was not summed over its ranks."""
     path = write_run(tmp_path)
     overrides = ("--model.architecture=qwen3_5", "--model.overrides.n_layers=4", "--parallel.tp=2")
-    assert preflight.main([str(path), "--ranks", "2", *overrides]) == 2
+    assert check.main([str(path), "--ranks", "2", *overrides]) == 2
     refused = "parallel.tp is not supported by the architecture 'qwen3_5': the heads of its gated delta nets"
     assert refused in capsys.readouterr().err
