@@ -196,7 +196,7 @@ class ParallelModel:
             self._wrap_blocks(self.config.compile)
         settings, self.cp = self.config.context_parallel, stage.cp
         self.coordinate = self.meshes.coordinate(self.world.rank, self.cp)
-        hybrid, has_states = stage.strategy == "hybrid", any(self.args.state_sizes)
+        hybrid, has_states = stage.strategy == "hybrid", any(mixer.state_size for mixer in self.args.mixers)
         whole_mesh = self.meshes.for_cp(stage.cp) if has_states or not hybrid else None
         cp_mesh: Any = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else whole_mesh
         names = (stage.strategy, settings.kernel, settings.layout, settings.kv_transfer)
@@ -213,7 +213,7 @@ class ParallelModel:
             stage.dp,
             self.coordinate[1],
             context_parallel.make_plan,
-            tuple(sorted({0, *self.args.layer_windows})),
+            tuple(sorted({0, *(mixer.window for mixer in self.args.mixers)})),
             self.config.training.loss_normalization == "conversation",
         )
 

@@ -16,7 +16,7 @@ from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights
 from torchtitan_cp.checkpoint.hub_rope import fill_rope, hub_rope
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
-from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage, Tokenizer
@@ -48,7 +48,7 @@ class ResolvedRun:
     ranks: int
     stages: tuple[ResolvedStage, ...]
     degrees: tuple[Degrees, ...]
-    model_args: PlannedArgs
+    model_args: ModelArgs
 
     @property
     def longest(self) -> int:
@@ -60,7 +60,7 @@ class ResolvedRun:
         return replace(self.config, activation=stage.activation).with_keys(parallel={"tp": stage.tp, "pp": stage.pp})
 
 
-def resolve_run(config: Config, ranks: int, model_args: PlannedArgs | None = None) -> ResolvedRun:
+def resolve_run(config: Config, ranks: int, model_args: ModelArgs | None = None) -> ResolvedRun:
     """Resolve a config for a number of ranks, or refuse it. Every rule is reached from here:
 
     - `config.check.check_config`: rules between keys. The product of the degrees (`config.degrees.resolve_degrees`),
@@ -112,7 +112,7 @@ def resolve_run(config: Config, ranks: int, model_args: PlannedArgs | None = Non
     return ResolvedRun(config, ranks, stages, degrees, model_args)
 
 
-def fit_vocabulary(run: ResolvedRun, size: int) -> PlannedArgs:
+def fit_vocabulary(run: ResolvedRun, size: int) -> ModelArgs:
     """The model's sizes, with an embedding for every token id.
 
     Args:
@@ -220,7 +220,7 @@ def check_files(config: Config) -> None:
     check_dump_folder(config.job.dump_folder)
 
 
-def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, download: bool = False) -> PlannedArgs:
+def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, download: bool = False) -> ModelArgs:
     """Check what building and filling the model would refuse, before the corpus is prepared, which may take hours.
 
     Args:
@@ -264,7 +264,7 @@ def has_checkpoints(config: Config) -> bool:
     return any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*[0-9]"))  # not step-N.partial
 
 
-def check_kernel(config: Config, args: PlannedArgs, device: str) -> None:
+def check_kernel(config: Config, args: ModelArgs, device: str) -> None:
     """Refuse a context_parallel.kernel that cannot run the model's attention.
 
     Args:
@@ -275,8 +275,8 @@ def check_kernel(config: Config, args: PlannedArgs, device: str) -> None:
     """
     name, dtype = config.context_parallel.kernel, getattr(torch, config.training.compute_dtype)
     cases = [
-        Case(device, dtype, qk_dim, v_dim, softcap=softcap, deterministic=config.training.deterministic)
-        for qk_dim, v_dim, softcap in args.attention_kinds
+        Case(device, dtype, *sizes, deterministic=config.training.deterministic)
+        for sizes in sorted({(mixer.qk_dim, mixer.v_dim, mixer.softcap) for mixer in args.mixers if mixer.n_heads})
     ]
     refusals = {other: next(filter(None, map(kernel.refusal, cases)), "") for other, kernel in KERNELS.items()}
     if refusals.get(name):
@@ -287,7 +287,7 @@ def check_kernel(config: Config, args: PlannedArgs, device: str) -> None:
         )
 
 
-def check_hub_weights(config: Config, args: PlannedArgs, *, download: bool = False) -> None:
+def check_hub_weights(config: Config, args: ModelArgs, *, download: bool = False) -> None:
     """Check that the weights of model.hub_checkpoint are whole and fit these args, unless the run resumes.
 
     Args:
