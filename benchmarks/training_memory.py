@@ -89,7 +89,7 @@ def on_ranks(name: str, seq_len: int) -> Run:
         model.zero_grad(set_to_none=True)
         device.reset_peak_memory()
         before = device.peak_memory_bytes()
-        (model(tokens, plan.positions, dict.fromkeys(SHAPE.layer_windows, plan), head) / seq_len).backward()
+        (model(tokens, plan.positions, {mixer.window: plan for mixer in SHAPE.mixers}, head) / seq_len).backward()
         return device.peak_memory_bytes() - before
 
     return run

@@ -80,7 +80,9 @@ def plan_step(shape: LlamaArgs, seq_len: int, config: Config, optimize: bool) ->
     stages = (Stage(seq_len=seq_len, steps=1, global_batch_tokens=seq_len),)
     config = dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=stages))
     cluster = make_cluster("here", ranks_per_node=1, measured=measure_accelerator(config, shape, 1))
-    (stage,) = resolve_stages(config, 1, lambda degrees: dict.fromkeys({0, *shape.layer_windows}, "ring"))
+    (stage,) = resolve_stages(
+        config, 1, lambda degrees: dict.fromkeys({0, *(mixer.window for mixer in shape.mixers)}, "ring")
+    )
     estimate = Estimate(config, shape, stage, cluster)
     if optimize:
         return estimate.step_seconds, estimate.memory.total

@@ -50,7 +50,7 @@ def _rows(architecture: Architecture) -> Iterator[str]:
         options += [f"windows = {list(args.windows)}"] if any(args.windows) else []
         if args.n_experts:
             options.append(f"{args.n_experts} experts, {args.experts_per_token} per token")
-        if any(args.state_sizes):
+        if any(mixer.state_size for mixer in args.mixers):
             heads = f"{args.linear_key_heads} key and {args.linear_value_heads} value heads of {args.linear_key_dim}"
             options.append(f"gated delta nets of {heads}, attention in one layer of {args.attention_every}")
         published = PUBLISHED_ROPE.get(architecture.name, {}).get(name, {})

@@ -69,10 +69,51 @@ class Attend(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Mixer:
+    """What mixes the tokens of one layer, in the sizes that its forward hands to `attend`.
+
+    The model states them, since its parameters show products of these sizes alone, and no window.
+
+    Attributes:
+        n_heads, n_kv_heads: Hq, Hkv; 0 in a layer that attends to no keys.
+        qk_dim, v_dim: Dqk, Dv.
+        window: keys that a query sees, itself included; 0: all.
+        softcap: whether scores have a soft cap.
+        state_size: numbers in the recurrent state; 0 without one.
+        state_channels, state_values: of a recurrence, channels of q, k and v together, and of v alone.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    qk_dim: int
+    v_dim: int
+    window: int = 0
+    softcap: bool = False
+    state_size: int = 0
+    state_channels: int = 0
+    state_values: int = 0
+
+    @property
+    def width(self) -> int:
+        """Hq (Dqk + Dv): FLOPs of a query and a key are twice that."""
+        return self.n_heads * (self.qk_dim + self.v_dim)
+
+    @property
+    def head_dim(self) -> int:
+        """The mean of Dqk and Dv, which determines work and messages."""
+        return (self.qk_dim + self.v_dim) // 2
+
+
 class ModelArgs(Protocol):
-    """Sizes of a model, a frozen dataclass; its fields are the keys of `[model] overrides`."""
+    """Sizes of a model, a frozen dataclass; its fields are the keys of `[model] overrides`.
+
+    What the modules of a model show is not in it: the planner counts that (`torchtitan_cp/planner/parameters.py`).
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __hash__(self) -> int: ...
 
     @property
     def dim(self) -> int:
@@ -98,8 +139,28 @@ class ModelArgs(Protocol):
         ...
 
     @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Attention or recurrence of each layer."""
+        ...
+
+    @property
     def ffn_dim(self) -> int:
         """Width of the gated MLP, or of one expert."""
+        ...
+
+    @property
+    def active_ffn_dim(self) -> int:
+        """Width of the MLP for one token. Modules do not show which of their matrices are the MLP's."""
+        ...
+
+    @property
+    def n_experts(self) -> int:
+        """Experts of a layer; 0: none."""
+        ...
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that a token is sent to, which only the forward knows; 0: none."""
         ...
 
     @property
@@ -110,31 +171,6 @@ class ModelArgs(Protocol):
     @property
     def tie_embeddings(self) -> bool:
         """The output matrix is the embedding."""
-        ...
-
-    @property
-    def layer_windows(self) -> tuple[int, ...]:
-        """Keys that a query of each layer sees, itself included; 0: all."""
-        ...
-
-    @property
-    def n_experts(self) -> int:
-        """Experts of a layer; 0: none."""
-        ...
-
-    @property
-    def attention_kinds(self) -> tuple[tuple[int, int, bool], ...]:
-        """(Dqk, Dv, whether scores have a soft cap) of each kind of attention, once each."""
-        ...
-
-    @property
-    def attention_widths(self) -> tuple[int, ...]:
-        """For each layer, Hq times the sum of the dims of a key and a value; 0 where it has a recurrent state."""
-        ...
-
-    @property
-    def state_sizes(self) -> tuple[int, ...]:
-        """Numbers in the recurrent state of each layer; 0 where it attends to keys."""
         ...
 
     @property
@@ -163,7 +199,10 @@ class ModelArgs(Protocol):
         ...
 
     def linear_parameters(self) -> int:
-        """Weights that multiply a token, in layers and output layer; of experts only those that it is sent to."""
+        """Weights that multiply a token, in layers and output layer; of experts only those that it is sent to.
+
+        A check splits layers between pipeline ranks by them, and builds no model for it.
+        """
         ...
 
     def problem(self) -> str | None:
@@ -172,44 +211,6 @@ class ModelArgs(Protocol):
 
     def rope_problem(self, kind: str) -> str | None:
         """Why a stage cannot have a `rope` of this kind, or None."""
-        ...
-
-
-class PlannedArgs(ModelArgs, Protocol):
-    """What the planner asks besides."""
-
-    @property
-    def state_widths(self) -> tuple[int, int]:
-        """Channels of q, k and v together, and of v alone, in layers with a recurrent state; 0 without any."""
-        ...
-
-    @property
-    def fused_norms(self) -> bool:
-        """A GPU runs each norm as one kernel."""
-        ...
-
-    @property
-    def active_ffn_dim(self) -> int:
-        """Width of the MLP for one token."""
-        ...
-
-    @property
-    def experts_per_token(self) -> int: ...
-
-    def heads_of(self, window: int) -> tuple[int, int, int]:
-        """Hq, Hkv and D of the layers with this window."""
-        ...
-
-    def matrix_parameters(self) -> int:
-        """All weights of the matrices of `linear_parameters`, including experts that a token does not use."""
-        ...
-
-    def small_parameters(self, tp: int) -> int:
-        """Parameters of a layer outside its matrices, on one of `tp` ranks; the mean if layers differ."""
-        ...
-
-    def embedding_parameters(self, tp: int) -> int:
-        """Parameters of the input embedding, on one of `tp` ranks; all else that no layer has, but the last norm."""
         ...
 
 
@@ -299,7 +300,7 @@ class Hub:
     writer: Callable[[Any], Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]] | None = None
 
 
-A = TypeVar("A", bound=PlannedArgs)
+A = TypeVar("A", bound=ModelArgs)
 
 
 @dataclass(frozen=True)

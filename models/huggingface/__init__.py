@@ -3,9 +3,12 @@
 import logging
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.architecture import Architecture, Hub
+
+if TYPE_CHECKING:
+    from models.huggingface.args import HuggingFaceArgs
 
 # transformers imports torchao if it is installed, and torchao then warns about parts that this machine lacks.
 for _name in ("torchao", "torch.utils._pytree"):
@@ -26,7 +29,7 @@ HUB = Hub(
     writer=_later("hub", "writer"),
 )
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE: "Architecture[HuggingFaceArgs]" = Architecture(
     name="huggingface",
     flavors={},
     build=_later("model", "HuggingFaceModel"),

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
-from operator import attrgetter
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.huggingface.probe import LayerInfo, ModelProbe, probe_model
+from models.architecture import Mixer
+from models.huggingface.probe import ModelProbe, probe_model
 
 # Keys about the files, the library or this machine, not about the model.
 _FILE_KEYS = ("dtype", "torch_dtype", "quantization_config", "architectures", "auto_map", "_name_or_path")
@@ -39,12 +39,25 @@ class HuggingFaceArgs:
         """Raises ValueError: the model cannot be trained as it is."""
         return _probe(self)
 
-    dim = property(attrgetter("probe.dim"))
-    tie_embeddings = property(attrgetter("probe.tie_embeddings"))
-    longest = property(attrgetter("probe.longest"))
-    logit_scale = property(attrgetter("probe.logit_scale"))
-    logit_softcap = property(attrgetter("probe.logit_softcap"))
-    fused_norms = False  # transformers computes each in fp32 by several kernels
+    @property
+    def dim(self) -> int:
+        return self.probe.dim
+
+    @property
+    def tie_embeddings(self) -> bool:
+        return self.probe.tie_embeddings
+
+    @property
+    def longest(self) -> int:
+        return self.probe.longest
+
+    @property
+    def logit_scale(self) -> float:
+        return self.probe.logit_scale
+
+    @property
+    def logit_softcap(self) -> float:
+        return self.probe.logit_softcap
 
     @property
     def n_layers(self) -> int:
@@ -58,13 +71,21 @@ class HuggingFaceArgs:
         return "its routers hand their logits on to the balance loss" if self.balance else ""
 
     @cached_property
-    def _widest(self) -> LayerInfo:
+    def _widest(self) -> Mixer:
         """The layer with the widest attention."""
-        return max(self.probe.layers, key=lambda layer: layer.n_heads * layer.head_dim)
+        return max(self.mixers, key=lambda mixer: mixer.width)
 
-    n_heads = property(attrgetter("_widest.n_heads"))
-    n_kv_heads = property(attrgetter("_widest.n_kv_heads"))
-    head_dim = property(attrgetter("_widest.head_dim"))
+    @property
+    def n_heads(self) -> int:
+        return self._widest.n_heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self._widest.n_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self._widest.head_dim
 
     @property
     def ffn_dim(self) -> int:
@@ -93,46 +114,17 @@ class HuggingFaceArgs:
         names = (layer.rotary for layer in layers if not layer.rotary.endswith(".sliding_attention_inv_freq"))
         return next((self.probe.rotaries[name] for name in names if name in self.probe.rotaries), 0)
 
-    @property
-    def layer_windows(self) -> tuple[int, ...]:
-        return tuple(layer.window for layer in self.probe.layers)
-
-    @property
-    def attention_widths(self) -> tuple[int, ...]:
-        return tuple(layer.n_heads * (layer.qk_dim + layer.v_dim) for layer in self.probe.layers)
-
-    @property
-    def attention_kinds(self) -> tuple[tuple[int, int, bool], ...]:
-        """See LlamaArgs."""
-        return tuple(sorted({(layer.qk_dim, layer.v_dim, layer.softcap > 0) for layer in self.probe.layers}))
-
-    @property
-    def state_sizes(self) -> tuple[int, ...]:
-        return (0,) * self.n_layers
-
-    state_widths = 0, 0
-
-    def heads_of(self, window: int) -> tuple[int, int, int]:
-        """See LlamaArgs."""
-        layer = next(layer for layer in self.probe.layers if layer.window == window)
-        return layer.n_heads, layer.n_kv_heads, layer.head_dim
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Attention of each layer."""
+        return tuple(
+            Mixer(layer.n_heads, layer.n_kv_heads, layer.qk_dim, layer.v_dim, layer.window, layer.softcap > 0)
+            for layer in self.probe.layers
+        )
 
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
         return sum(layer.active_matrices for layer in self.probe.layers) + self.probe.dim * self.probe.vocab_size
-
-    def matrix_parameters(self) -> int:
-        """See LlamaArgs."""
-        return sum(layer.matrices for layer in self.probe.layers) + self.probe.dim * self.probe.vocab_size
-
-    def small_parameters(self, tp: int) -> int:
-        """See LlamaArgs; the mean over layers, which no tp divides."""
-        return sum(layer.parameters - layer.matrices for layer in self.probe.layers) // self.n_layers
-
-    def embedding_parameters(self, tp: int) -> int:
-        """See LlamaArgs; with all else that is in no layer, but for the output layer and one norm."""
-        outside = self.probe.parameters - sum(layer.parameters for layer in self.probe.layers)
-        return outside - self.probe.dim - (0 if self.probe.tie_embeddings else self.probe.dim * self.probe.vocab_size)
 
     @property
     def sizes(self) -> dict[str, Any]:

@@ -4,7 +4,10 @@ Source: the config.json of each released checkpoint.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
+
+from models.architecture import Mixer
 
 MAX_LAYERS = 10_000
 
@@ -47,39 +50,16 @@ class LlamaArgs:
     logit_softcap: ClassVar[float] = 0.0  # 0: none
     compile_checkpoint_conflict: ClassVar[str] = ""  # why blocks cannot be both; "": they can
     longest: ClassVar[int] = 0  # tokens that a sequence may have; 0: any number
-    fused_norms: ClassVar[bool] = True  # a GPU runs each as one kernel
     # MoeArgs has fields of these names, so they are no ClassVars.
     n_experts = 0  # experts of a layer
     experts_per_token = 0  # experts that a token is sent to
 
-    @property
-    def layer_windows(self) -> tuple[int, ...]:
-        """The window of each layer, 0 for none."""
-        return tuple(self.windows[number % len(self.windows)] for number in range(self.n_layers))
-
-    @property
-    def attention_widths(self) -> tuple[int, ...]:
-        """For each layer, Hq times the sum of the dims of a key and a value; 0 where it has a recurrent state."""
-        return tuple(0 if state else 2 * self.n_heads * self.head_dim for state in self.state_sizes)
-
-    @property
-    def attention_kinds(self) -> tuple[tuple[int, int, bool], ...]:
-        """Dqk, Dv and whether scores have a soft cap, for each kind of attention that the layers have."""
-        return ((self.head_dim, self.head_dim, False),)
-
-    @property
-    def state_sizes(self) -> tuple[int, ...]:
-        """Numbers in the recurrent state of each layer; 0 where it attends to keys."""
-        return (0,) * self.n_layers
-
-    @property
-    def state_widths(self) -> tuple[int, int]:
-        """Channels of q, k and v together, and of v alone, in layers with a recurrent state."""
-        return 0, 0
-
-    def heads_of(self, window: int) -> tuple[int, int, int]:
-        """Hq, Hkv and D of the layers with this window."""
-        return self.n_heads, self.n_kv_heads, self.head_dim
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Attention of each layer."""
+        windows = (self.windows[number % len(self.windows)] for number in range(self.n_layers))
+        sizes = (self.n_heads, self.n_kv_heads, self.head_dim, self.head_dim)
+        return tuple(Mixer(*sizes, window) for window in windows)
 
     @property
     def rotary_dim(self) -> int:
@@ -95,20 +75,6 @@ class LlamaArgs:
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
         mlp = 3 * self.dim * self.active_ffn_dim + self.dim * self.n_experts
         return self.n_layers * (attention + mlp) + self.dim * self.vocab_size
-
-    def matrix_parameters(self) -> int:
-        """All weights of these matrices, including experts that a token does not use."""
-        inactive = (self.n_experts - self.experts_per_token) * 3 * self.dim * self.ffn_dim
-        return self.linear_parameters() + self.n_layers * inactive
-
-    def small_parameters(self, tp: int) -> int:
-        """Parameters of a layer outside its matrices, on one of `tp` ranks."""
-        biases = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim // tp * self.qkv_bias
-        return 2 * self.dim + 2 * self.head_dim * self.qk_norm + biases + self.n_heads // tp * self.sinks
-
-    def embedding_parameters(self, tp: int) -> int:
-        """Parameters of the input embedding, on one of `tp` ranks."""
-        return -(-self.vocab_size // tp) * self.dim
 
     @property
     def active_ffn_dim(self) -> int:

@@ -95,7 +95,7 @@ def config(args: LlamaArgs) -> dict[str, Any]:
     if args.sinks or (args.qkv_bias and args.qk_norm):
         options = [name for name in ("sinks", "qkv_bias", "qk_norm") if getattr(args, name)]
         raise ValueError(f"no published family of this block has {' and '.join(options)}")
-    windows = set(args.layer_windows)
+    windows = {mixer.window for mixer in args.mixers}
     family = "qwen2" if args.qkv_bias else "qwen3" if args.qk_norm else "mistral" if any(windows) else "llama"
     if len(windows - {0}) > 1 or (family == "mistral" and 0 in windows):
         raise ValueError(f"{family} has one window in every layer, and windows = {list(args.windows)}")
@@ -106,7 +106,7 @@ def config(args: LlamaArgs) -> dict[str, Any]:
     if family == "mistral":
         found["sliding_window"] = max(windows)
     if family.startswith("qwen"):
-        kinds = ["sliding_attention" if window else "full_attention" for window in args.layer_windows]
+        kinds = ["sliding_attention" if mixer.window else "full_attention" for mixer in args.mixers]
         found |= {"use_sliding_window": any(windows), "sliding_window": max(windows) or None, "layer_types": kinds}
     return found
 

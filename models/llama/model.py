@@ -42,7 +42,7 @@ class Llama(LanguageModel):
 
     def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
         """Build a layer; relatives of Llama override this."""
-        return Block(args, Attention(args, attend, args.layer_windows[number]), self.norm_type)
+        return Block(args, Attention(args, attend, args.mixers[number].window), self.norm_type)
 
     def keep_layers(self, first: int, stop: int) -> None:
         """Keep layers [first, stop), with the embedding before the first of all and the output after the last.

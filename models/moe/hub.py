@@ -58,7 +58,7 @@ def config(args: MoeArgs) -> dict[str, Any]:
     Raises:
         ValueError: Qwen3-MoE lacks these options; the message names them.
     """
-    if not args.qk_norm or any(args.layer_windows):
+    if not args.qk_norm or any(mixer.window for mixer in args.mixers):
         raise ValueError("Qwen3-MoE has qk_norm, and no windows")
     if others := [name for name, value in FIXED.items() if getattr(args, name) != value]:
         raise ValueError(f"Qwen3-MoE has no {others[0]} other than {FIXED[others[0]]!r}")

@@ -40,7 +40,7 @@ class Moe(Llama):
 
     def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
         """See Llama."""
-        return MoeBlock(args, attend, args.layer_windows[number])
+        return MoeBlock(args, attend, args.mixers[number].window)
 
     @property
     def experts(self) -> dict[int, nn.Module]:

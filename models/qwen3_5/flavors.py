@@ -4,8 +4,10 @@ Source: the config.json of each released checkpoint (text_config), Qwen team, 20
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any
 
+from models.architecture import Mixer
 from models.llama.flavors import LlamaArgs
 
 
@@ -29,7 +31,6 @@ class HybridArgs(LlamaArgs):
     conv_width: int = 4
     attention_every: int = 4
     rotary_share: float = 0.25
-    fused_norms: ClassVar[bool] = False  # they add one to their weights in fp32
 
     @property
     def linear_layers(self) -> tuple[bool, ...]:
@@ -42,30 +43,26 @@ class HybridArgs(LlamaArgs):
         return int(self.head_dim * self.rotary_share)
 
     @property
-    def state_sizes(self) -> tuple[int, ...]:
-        """See LlamaArgs: Hv K V."""
-        size = self.linear_value_heads * self.linear_key_dim * self.linear_value_dim
-        return tuple(size if linear else 0 for linear in self.linear_layers)
-
-    @property
-    def state_widths(self) -> tuple[int, int]:
-        """Channels of q, k and v together, and of v alone, in the layers that have a recurrent state."""
+    def _channels(self) -> tuple[int, int]:
+        """Channels of q, k and v together, and of v alone, in a gated delta net."""
         values = self.linear_value_heads * self.linear_value_dim
         return 2 * self.linear_key_heads * self.linear_key_dim + values, values
 
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The recurrence or the attention of each layer; a state is Hv K V."""
+        channels, values = self._channels
+        attention = Mixer(self.n_heads, self.n_kv_heads, self.head_dim, self.head_dim)
+        delta_net = Mixer(0, 0, 0, 0, 0, False, values * self.linear_key_dim, channels, values)
+        return tuple(delta_net if linear else attention for linear in self.linear_layers)
+
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
-        channels, values = self.state_widths
+        channels, values = self._channels
         delta_net = self.dim * (channels + 2 * values + 2 * self.linear_value_heads) + self.conv_width * channels
         attention = self.dim * self.head_dim * (3 * self.n_heads + 2 * self.n_kv_heads)
         mixers = sum(delta_net if linear else attention for linear in self.linear_layers)
         return mixers + self.n_layers * 3 * self.dim * self.ffn_dim + self.dim * self.vocab_size
-
-    def small_parameters(self, tp: int) -> int:
-        """See LlamaArgs; the mean over layers."""
-        delta_net, attention = 2 * self.linear_value_heads + self.linear_value_dim, 2 * self.head_dim
-        of_mixers = sum(delta_net if linear else attention for linear in self.linear_layers)
-        return 2 * self.dim + of_mixers // self.n_layers
 
     def problem(self) -> str | None:
         """Why these sizes are not a valid model, or None."""

@@ -40,7 +40,7 @@ class Hybrid(Llama):
     def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
         """See Llama."""
         linear = args.linear_layers[number]
-        mixer = GatedDeltaNet(args, attend) if linear else GatedAttention(args, attend, args.layer_windows[number])
+        mixer = GatedDeltaNet(args, attend) if linear else GatedAttention(args, attend, args.mixers[number].window)
         return Block(args, mixer, self.norm_type)
 
     def init_std(self, parameter: str) -> float | None:

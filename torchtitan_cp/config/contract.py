@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from models.architecture import Architecture, Attend, Head, Hub, LanguageModel, ModelArgs, PlannedArgs
+    from models.architecture import Architecture, Attend, Head, Hub, LanguageModel, Mixer, ModelArgs
 
     AnyArchitecture = Architecture[Any]
 else:
-    AnyArchitecture = Attend = Head = Hub = LanguageModel = ModelArgs = PlannedArgs = Any
+    AnyArchitecture = Attend = Head = Hub = LanguageModel = Mixer = ModelArgs = Any
 
-__all__ = ["AnyArchitecture", "Attend", "Head", "Hub", "LanguageModel", "ModelArgs", "PlannedArgs"]
+__all__ = ["AnyArchitecture", "Attend", "Head", "Hub", "LanguageModel", "Mixer", "ModelArgs"]

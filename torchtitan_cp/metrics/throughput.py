@@ -45,9 +45,10 @@ def flops_per_token(args: ModelArgs, seq_len: int, keys: Sequence[float] | None 
 def _mixer_costs(args: ModelArgs, seq_len: int, keys: Sequence[float] | None = None) -> list[float]:
     """A sixth of the FLOPs per token of each layer's attention or recurrence; see `flops_per_token`."""
     # S/2 keys on average, fewer in a window.
-    causal = [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in args.layer_windows]
-    layers = zip(args.attention_widths, keys or causal, args.state_sizes, strict=True)
-    return [width * count + 3 * state for width, count, state in layers]
+    windows = (mixer.window for mixer in args.mixers)
+    causal = [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in windows]
+    layers = zip(args.mixers, keys or causal, strict=True)
+    return [mixer.width * count + 3 * mixer.state_size for mixer, count in layers]
 
 
 def layer_costs(args: ModelArgs, seq_len: int) -> list[float]:

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
@@ -134,7 +134,7 @@ OFFLOADS = {
 }
 
 
-def plan_config(config: Config, cluster: Cluster, model_args: PlannedArgs | None = None) -> tuple[Estimate, ...]:
+def plan_config(config: Config, cluster: Cluster, model_args: ModelArgs | None = None) -> tuple[Estimate, ...]:
     """An estimate of each stage of a config on all ranks of a cluster, without preparing its corpus.
 
     Args:
@@ -179,7 +179,8 @@ def _recurrence_seconds(planned: PlannedStage) -> float:
     """Seconds of a layer's recurrence for a micro-batch, forward, backward and recomputation."""
     rate = planned.cluster.rate(planned.config.training.compute_dtype, planned.cluster.accelerator.linear)
     passes = 4 if planned.config.activation.checkpoint == "full" else 3
-    return passes * 6 * max(planned.args.state_sizes) * planned.tokens / (rate * RECURRENCE_RATE)
+    largest = max(mixer.state_size for mixer in planned.args.mixers)
+    return passes * 6 * largest * planned.tokens / (rate * RECURRENCE_RATE)
 
 
 def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> dict[str, float]:
@@ -194,7 +195,7 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     in_tiles = 0.0 if tiles == 1 else mlp
     again = {"none": 0.0, "selective": in_tiles}.get(mode, forward)
     linear_backward = 2 * forward + again + in_tiles
-    scores = args.heads_of(window)[2] * attention.pairs * sequences
+    scores = planned.mixer(window).head_dim * attention.pairs * sequences
     attention_forward = FORWARD_FLOPS * scores / rates.forward
     attention_backward = BACKWARD_FLOPS * scores / rates.backward + (attention_forward if mode == "full" else 0.0)
     moved = cluster.memory_seconds(_elementwise_bytes(planned))

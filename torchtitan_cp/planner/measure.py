@@ -14,7 +14,7 @@ from torch.utils.benchmark import Timer
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.metrics.throughput import find_peak
 from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH, Accelerator
 from torchtitan_cp.planner.strategy_costs import BACKWARD_FLOPS, FORWARD_FLOPS
@@ -24,7 +24,7 @@ TOKENS = {"cpu": 4096, "cuda": 16384}  # most tokens of the tensors here; fewer 
 SECONDS = 0.3  # how long each kernel is run
 
 
-def measure_accelerator(config: Config, args: PlannedArgs, ranks_per_node: int) -> Accelerator:
+def measure_accelerator(config: Config, args: ModelArgs, ranks_per_node: int) -> Accelerator:
     """Measured rates of one rank of this machine; links and networks are those of the table for this device.
 
     Args:
@@ -82,25 +82,25 @@ def _seconds(run: Callable[[], Any]) -> float:
     return timer.blocked_autorange(min_run_time=SECONDS).median
 
 
-def _product_rate(new: Callable[..., Tensor], args: PlannedArgs, tokens: int) -> float:
+def _product_rate(new: Callable[..., Tensor], args: ModelArgs, tokens: int) -> float:
     """FLOP/s of one product of an MLP and its two gradients; `new` makes a tensor of a given size."""
     x, weight, gradient = new(tokens, args.dim), new(args.ffn_dim, args.dim), new(tokens, args.ffn_dim)
     seconds = _seconds(lambda: (x @ weight.T, gradient @ weight, gradient.T @ x))
     return 6 * tokens * args.dim * args.ffn_dim / seconds
 
 
-def _bandwidth(new: Callable[..., Tensor], args: PlannedArgs, tokens: int) -> float:
+def _bandwidth(new: Callable[..., Tensor], args: ModelArgs, tokens: int) -> float:
     """Bytes/s of an elementwise product of two wide activations."""
     a, b = new(tokens, args.ffn_dim), new(tokens, args.ffn_dim)
     return 3 * a.nbytes / _seconds(lambda: a * b)
 
 
-def _attention_rates(new: Callable[..., Tensor], args: PlannedArgs, tokens: int) -> tuple[float, float]:
+def _attention_rates(new: Callable[..., Tensor], args: ModelArgs, tokens: int) -> tuple[float, float]:
     """FLOP/s of attention, forward and backward, counting allowed pairs, as a mean over the layers' windows."""
     heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads, args.n_heads)
     q, k, v, dout = (new(1, tokens, count, args.head_dim).requires_grad_() for count in heads)
     pairs, forward, backward = 0, 0.0, 0.0
-    for window, layers in Counter(args.layer_windows).items():
+    for window, layers in Counter(mixer.window for mixer in args.mixers).items():
         mask = AttentionMask().windowed(window)
         run = partial(attend, q, k, v, make_plan(tokens, mask=mask))
         pairs += layers * count_pairs(tokens, tokens, mask.band)

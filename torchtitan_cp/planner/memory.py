@@ -68,12 +68,13 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
         qkv = 0.0
         all_to_all = tokens * ranks * (2 * (traded.query + traded.key) * traded.dim * c + traded.query * FP32_BYTES)
     norm_bytes = c if planned.fused_norm else 2 * FP32_BYTES
-    normed_qk = tokens * (query + key) * norm_bytes if getattr(args, "qk_norm", False) else 0.0
-    if share := sum(map(bool, args.state_sizes)) / args.n_layers:
+    normed_qk = tokens * (query + key) * norm_bytes if planned.counts.qk_norm else 0.0
+    if recurrence := planned.recurrence:
+        share = sum(mixer.state_size > 0 for mixer in args.mixers) / args.n_layers
         normed_qk *= 1 - share
         # A gated delta net keeps q, k and v before and after their convolution, its gate three times (as it is, in fp32
         # and after the SiLU), and the norm and the product of its output.
-        channels, values = args.state_widths
+        channels, values = recurrence.state_channels, recurrence.state_values
         kept = tokens * (2 * channels * c + 3 * values * c + 2 * values * FP32_BYTES)
         unrotated_qkv = qkv * (1 - share) + tokens * (channels + values) * c * share
         qkv, out = qkv * (1 - share) + kept * share, out * (1 - share) + tokens * values * c * share
@@ -99,11 +100,10 @@ def _delta_rule_bytes(planned: PlannedStage) -> float:
     chunk's states; and the gradients of all inputs. A key head with so many tokens that it exceeds one part is not
     counted as such.
     """
-    if not (state := max(planned.args.state_sizes)):
+    if not (recurrence := planned.recurrence):
         return 0.0
-    values = planned.args.state_widths[1]
-    dim = state / values
-    rows = planned.tokens * values / dim
+    dim = recurrence.state_size / recurrence.state_values
+    rows = planned.tokens * recurrence.state_values / dim
     return FP32_BYTES * (3 * dim * rows + min(rows, PART / dim) * (12 * dim + 8 * CHUNK + 2 * dim * dim / CHUNK))
 
 

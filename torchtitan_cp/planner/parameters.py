@@ -1,25 +1,39 @@
-"""How many parameters a rank has, computed from ModelArgs; a test compares this with the model itself."""
+"""What the planner reads off a model without weights: how many parameters a rank has, and how its norms compute."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor, nn
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.contract import ModelArgs
+from torchtitan_cp.config.sections import Model
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import with_defaults
 
+# Roles of `parallel/tensor.py` under which a rank holds a part of a module's vectors, or of the rows of a vocabulary.
+SPLIT_ROLES = ("column", "per_head", "embedding", "output")
+
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a model on one tensor-parallel rank.
+    """Parameters of a model on one tensor-parallel rank, and what its modules say about its norms.
 
     Attributes:
         block: parameters of one layer; the mean if layers differ.
         matrices: those of the layer's matrices, without norms, biases and sinks.
         active_matrices: those of the matrices that a token uses; it uses only some experts.
         experts: those of all experts of a layer.
-        embedding: V E, and other parameters before the first layer.
+        embedding: V E, and other parameters outside the layers.
         head: the last norm, and the output's V E if it is not tied to the embedding.
+        fused_norms: whether each norm is torch's RMSNorm, which a GPU runs as one kernel.
+        qk_norm: whether queries and keys pass norms of torch's class or a subclass. Those of transformers' own classes
+            are left out: dry runs are nearer to the formula without them.
     """
 
     block: int
@@ -28,6 +42,8 @@ class Parameters:
     experts: int
     embedding: int
     head: int
+    fused_norms: bool
+    qk_norm: bool
 
     def outer(self, is_first: bool, is_last: bool, tied: bool) -> int:
         """Parameters outside the layers, on a pipeline rank with the first layer (`is_first`) or last (`is_last`)."""
@@ -35,25 +51,101 @@ class Parameters:
         return embedding + (self.head if is_last else 0)
 
 
-def count_parameters(args: PlannedArgs, tp: int = 1) -> Parameters:
-    """Parameters of a model with `vocab_size` set, on one of `tp` ranks that share its matrices."""
-    output = args.dim * args.vocab_size
-    matrices, active = (
-        (count - output) // args.n_layers // tp for count in (args.matrix_parameters(), args.linear_parameters())
+def count_parameters(model: Model, args: ModelArgs, tp: int = 1) -> Parameters:
+    """Parameters of a model with `vocab_size` set, on one of `tp` ranks that share its matrices.
+
+    The model is built on the meta device, once for the same architecture and args.
+    """
+    return _count(model.architecture, args, tp)
+
+
+@lru_cache(maxsize=64)  # a search asks once per estimate
+def _count(architecture: str, args: ModelArgs, tp: int) -> Parameters:
+    found, layers = _read_model(architecture, args), args.n_layers
+    unused = found.experts - found.experts * args.experts_per_token // max(1, args.n_experts)
+    output = 0 if args.tie_embeddings else _on_rank(found.output, tp)
+    return Parameters(
+        block=found.matrices // layers // tp + _on_rank(found.vectors, tp) // layers,
+        matrices=found.matrices // layers // tp,
+        active_matrices=(found.matrices - unused) // layers // tp,
+        experts=found.experts // layers // tp,
+        embedding=_on_rank(found.outside, tp) - output - args.dim,
+        head=output + args.dim,
+        fused_norms=found.fused_norms,
+        qk_norm=found.qk_norm,
     )
-    experts = (matrices - active) * args.n_experts // max(1, args.n_experts - args.experts_per_token)
-    output_rows = 0 if args.tie_embeddings else -(-args.vocab_size // tp)
-    block, embedding = matrices + args.small_parameters(tp), args.embedding_parameters(tp)
-    return Parameters(block, matrices, active, experts, embedding, (output_rows + 1) * args.dim)
 
 
-def total_parameters(args: PlannedArgs) -> int:
+_Tensors = Counter[tuple[int, int, bool]]
+"""(rows, numbers in a row, whether tensor-parallel ranks share the rows) -> how many tensors are like that."""
+
+
+def _on_rank(tensors: _Tensors, tp: int) -> int:
+    """Numbers in these tensors on one of `tp` ranks."""
+    return sum(
+        count * (-(-rows // tp) if is_split else rows) * columns for (rows, columns, is_split), count in tensors.items()
+    )
+
+
+class _ModelCounts(NamedTuple):
+    """What the modules of a whole model show.
+
+    Attributes:
+        matrices: parameters in the matrices of all layers; experts: those of experts among them.
+        vectors: the other tensors of all layers.
+        outside: tensors outside the layers; output: the output layer's.
+        fused_norms, qk_norm: see Parameters.
+    """
+
+    matrices: int
+    experts: int
+    vectors: _Tensors
+    outside: _Tensors
+    output: _Tensors
+    fused_norms: bool
+    qk_norm: bool
+
+
+@lru_cache(maxsize=8)
+def _read_model(architecture: str, args: ModelArgs) -> _ModelCounts:
+    """Build the model on the meta device and count."""
+    section = Model(architecture=architecture)
+    model, roles = registry.empty_model(section, args), registry.architecture(section).sharding
+    in_experts = {parameter for module in model.experts.values() for parameter in module.parameters()}
+    in_layers, matrices, experts, vectors = set(model.layers.parameters()), 0, 0, _Tensors()
+    modules = dict(model.layers.named_modules(prefix="layers"))
+    for name, module in modules.items():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1 and "bias" not in leaf and not isinstance(module, nn.Embedding):
+                matrices += parameter.numel()
+                experts += parameter.numel() if parameter in in_experts else 0
+            else:
+                vectors[_rows(parameter, name, roles)] += 1
+    outside = (item for item in model.named_parameters() if item[1] not in in_layers)
+    return _ModelCounts(
+        matrices=matrices,
+        experts=experts,
+        vectors=vectors,
+        outside=_Tensors(_rows(parameter, name.rpartition(".")[0], roles) for name, parameter in outside),
+        output=_Tensors([_rows(model.output.weight, "output", roles)]),
+        fused_norms=all(type(m).forward is nn.RMSNorm.forward for m in modules.values() if "Norm" in type(m).__name__),
+        qk_norm=any(isinstance(module, nn.RMSNorm) and name.endswith("q_norm") for name, module in modules.items()),
+    )
+
+
+def _rows(parameter: Tensor, module: str, roles: Mapping[str, str]) -> tuple[int, int, bool]:
+    """A tensor as a key of _Tensors."""
+    of_module = [role for pattern, role in roles.items() if fnmatchcase(module, pattern)]
+    return len(parameter), parameter.numel() // len(parameter), bool(of_module) and of_module[-1] in SPLIT_ROLES
+
+
+def total_parameters(model: Model, args: ModelArgs) -> int:
     """All parameters of a model with `vocab_size` set."""
-    counts = count_parameters(args)
+    counts = count_parameters(model, args)
     return args.n_layers * counts.block + counts.outer(True, True, args.tie_embeddings)
 
 
-def sized_model_args(config: Config) -> PlannedArgs:
+def sized_model_args(config: Config) -> ModelArgs:
     """The config's ModelArgs with `vocab_size` set, from the model or the tokenizer, without preparing the corpus.
 
     Raises:

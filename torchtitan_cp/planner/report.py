@@ -72,16 +72,18 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
     """Print four tables, a fifth if ranks share experts, and remarks on single stages."""
     cluster = estimates[0].cluster
     accelerator = cluster.accelerator
-    kernels = sorted({one.kernel(window) for one in estimates for window in set(one.args.layer_windows)})
+    windows = {mixer.window for mixer in estimates[0].args.mixers if mixer.n_heads}
+    kernels = sorted({one.kernel(window) for one in estimates for window in windows})
     rate = "attention by {} at {:.0%} forward and {:.0%} backward"
     attention = ", ".join(rate.format(kernel, *accelerator.attention(kernel)) for kernel in kernels)
     known = accelerator.host_bytes
     host = f"; a node's host has {known / GB:,.0f} GB" if known else ""
     rates = "Rates of the device table" if cluster.name in ACCELERATORS else "Measured"
+    parameters = total_parameters(estimates[0].config.model, estimates[0].args)
     console.print(
         f"{cluster.ranks} x {cluster.name}, {accelerator.ranks_per_node} a node; a rank sends "
         f"{accelerator.link_bandwidth / 1e9:g} GB/s inside a node and {accelerator.network_bandwidth / 1e9:g} GB/s "
-        f"outside\n{total_parameters(estimates[0].args):,} parameters. Device: {accelerator.source}. {rates}: "
+        f"outside\n{parameters:,} parameters. Device: {accelerator.source}. {rates}: "
         f"matrix products at {accelerator.linear:.0%} of the peak, {attention}; assumed: "
         f"{USABLE_MEMORY:.0%} of memory usable{host}"
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_measured_lengths
-from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.names import ACTIVATIONS
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.config.training import LRScheduler
@@ -135,7 +135,7 @@ def _offloaded(stages: list[list[Estimate]]) -> list[list[Estimate]]:
     return [[dataclasses.replace(one, config=one.config.with_keys(**config)) for one in options] for options in stages]
 
 
-def choices(args: PlannedArgs, cluster: Cluster) -> Iterator[Choice]:
+def choices(args: ModelArgs, cluster: Cluster) -> Iterator[Choice]:
     """Degrees and modes to try: powers of two, tp inside a node; experts are shared by no ranks, a node or all."""
     for tp in _powers(cluster.accelerator.ranks_per_node):
         try:
@@ -172,7 +172,7 @@ def _with_exchange(stage: Stage, cp: int, strategy: str) -> Stage:
 
 
 def stage_options(
-    config: Config, args: PlannedArgs, choice: Choice, cluster: Cluster, refused: list[Exception]
+    config: Config, args: ModelArgs, choice: Choice, cluster: Cluster, refused: list[Exception]
 ) -> list[list[Estimate]]:
     """Estimates of each stage under a choice, with every cp and strategy; an empty list if a stage has none.
 

@@ -8,7 +8,7 @@ import torch
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.kernels import Case, choose_for_case
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.contract import Mixer, ModelArgs
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.metrics.throughput import layer_costs
@@ -26,7 +26,7 @@ class PlannedRank:
 
     Attributes:
         layers: number of layers.
-        windows: windows of the layers that attend to keys, 0 for none; the other layers have a recurrent state.
+        windows: windows of the layers that attend to keys, 0 for none; the other layers only have a recurrent state.
         pipeline_stages: number of pipeline stages.
         kept_layers: layers times the micro-batches whose activations are held at once.
         is_first, is_last: whether it has the embedding before the first layer, and the output layer.
@@ -54,7 +54,7 @@ class PlannedStage:
     """
 
     config: Config
-    args: PlannedArgs
+    args: ModelArgs
     stage: ResolvedStage
     cluster: Cluster
     mask: AttentionMask = field(default_factory=AttentionMask)
@@ -80,12 +80,12 @@ class PlannedStage:
     @property
     def fused_norm(self) -> bool:
         """See devices.Accelerator; the compiler fuses norms too."""
-        return (self.cluster.accelerator.fused_norm and self.args.fused_norms) or self.config.compile.enable
+        return (self.cluster.accelerator.fused_norm and self.counts.fused_norms) or self.config.compile.enable
 
     @cached_property
     def counts(self) -> Parameters:
         """Parameters of a tensor-parallel rank."""
-        return count_parameters(self.args, self.degrees.tp)
+        return count_parameters(self.config.model, self.args, self.degrees.tp)
 
     @cached_property
     def gathered_block(self) -> float:
@@ -129,7 +129,8 @@ class PlannedStage:
     def _rank(self, pipeline: PipelineStages, rank: int) -> PlannedRank:
         numbers, counts = pipeline.of_rank(rank), self.counts
         layers = [layer for number in numbers for layer in range(*pipeline.layers[number])]
-        windows = tuple(self.args.layer_windows[layer] for layer in layers if not self.args.state_sizes[layer])
+        mixers = [self.args.mixers[layer] for layer in layers]
+        windows = tuple(mixer.window for mixer in mixers if mixer.n_heads)
         kept = len(layers) * self._waiting_forwards(rank, len(numbers)) / len(numbers)
         is_first, is_last = 0 in numbers, len(pipeline.owner) - 1 in numbers
         outer = counts.outer(is_first, is_last, self.args.tie_embeddings)
@@ -159,6 +160,17 @@ class PlannedStage:
         hybrid = self.config.context_parallel.all_to_all_ranks if self.stage.cp > 1 else 1
         return {"all_to_all": self.stage.cp, "hybrid": hybrid}.get(strategy, 1)
 
+    def mixer(self, window: int) -> Mixer:
+        """Sizes of the layers that attend within this window, or if there are none, of the widest layer."""
+        layers = [mixer for mixer in self.args.mixers if mixer.n_heads and mixer.window == window]
+        return layers[0] if layers else max(self.args.mixers, key=lambda mixer: mixer.width)
+
+    @cached_property
+    def recurrence(self) -> Mixer | None:
+        """Sizes of the layer with the largest recurrent state; None: no layer has one."""
+        largest = max(self.args.mixers, key=lambda mixer: mixer.state_size)
+        return largest if largest.state_size else None
+
     @cached_property
     def heads(self) -> Heads:
         """Heads of a tensor-parallel rank, in the layers that have the most."""
@@ -175,7 +187,7 @@ class PlannedStage:
             PlanError: the one that is set cannot run them.
         """
         dense = not 0 < window < self.stage.seq_len and not any(getattr(self.stage.data, key) for key in MASKING_KEYS)
-        dim, capability = self.args.heads_of(window)[2], self.cluster.accelerator.capability
+        dim, capability = self.mixer(window).head_dim, self.cluster.accelerator.capability
         dtype = getattr(torch, self.config.training.compute_dtype)
         device = "cuda" if capability else "cpu"
         exact = self.config.training.deterministic
@@ -192,4 +204,6 @@ class PlannedStage:
         """Attention of one layer with this window, for one sequence, on the rank that works most."""
         group = {"seq_len": self.stage.seq_len, "ranks": self.stage.cp, "layout": self.config.context_parallel.layout}
         group |= {"strategy": strategy, "all_to_all_ranks": self.all_to_all_ranks(strategy)}
-        return busiest_layer(self.mask, window, self._heads(*self.args.heads_of(window)), self.rates(window), **group)
+        mixer = self.mixer(window)
+        heads = self._heads(mixer.n_heads, mixer.n_kv_heads, mixer.head_dim)
+        return busiest_layer(self.mask, window, heads, self.rates(window), **group)

@@ -65,7 +65,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     trainer = Trainer(doctor_config(config, world.size), world, trains=False)
     parity.check_fits(trainer)
     # A window that is as long as the stage's sequences masks nothing.
-    windows = (window for window in trainer.model.args.layer_windows if window < trainer.stages[-1].seq_len)
+    windows = (mixer.window for mixer in trainer.model.args.mixers if mixer.window < trainer.stages[-1].seq_len)
     largest = max(windows, default=0)
     stage = parity.shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
     if stage.seq_len < MIN_TOKENS:

@@ -13,7 +13,7 @@ import torch
 from torchtitan_cp.attention.kernels import KERNELS, Case
 from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.run_folder import CHECKPOINTS, check_run_folder
 from torchtitan_cp.config.sections import Tokenizer
@@ -40,7 +40,7 @@ def check_files(config: Config) -> None:
     check_run_folder(config.job.dump_folder)
 
 
-def fit_vocabulary(run: ResolvedRun, size: int) -> PlannedArgs:
+def fit_vocabulary(run: ResolvedRun, size: int) -> ModelArgs:
     """The model's sizes, with an embedding for every token id.
 
     Args:
@@ -61,7 +61,7 @@ def fit_vocabulary(run: ResolvedRun, size: int) -> PlannedArgs:
     return args if args.vocab_size else replace(args, vocab_size=size)
 
 
-def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, download: bool = False) -> PlannedArgs:
+def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, download: bool = False) -> ModelArgs:
     """Check what building and filling the model would refuse, before the corpus is prepared, which may take hours.
 
     Args:
@@ -105,7 +105,7 @@ def has_checkpoints(config: Config) -> bool:
     return any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*[0-9]"))  # not step-N.partial
 
 
-def check_kernel(config: Config, args: PlannedArgs, device: str) -> None:
+def check_kernel(config: Config, args: ModelArgs, device: str) -> None:
     """Refuse a context_parallel.kernel that cannot run the model's attention.
 
     Args:
@@ -116,8 +116,8 @@ def check_kernel(config: Config, args: PlannedArgs, device: str) -> None:
     """
     name, dtype = config.context_parallel.kernel, getattr(torch, config.training.compute_dtype)
     cases = [
-        Case(device, dtype, qk_dim, v_dim, softcap=softcap, deterministic=config.training.deterministic)
-        for qk_dim, v_dim, softcap in args.attention_kinds
+        Case(device, dtype, *sizes, deterministic=config.training.deterministic)
+        for sizes in sorted({(mixer.qk_dim, mixer.v_dim, mixer.softcap) for mixer in args.mixers if mixer.n_heads})
     ]
     refusals = {other: next(filter(None, map(kernel.refusal, cases)), "") for other, kernel in KERNELS.items()}
     if refusals.get(name):
@@ -128,7 +128,7 @@ def check_kernel(config: Config, args: PlannedArgs, device: str) -> None:
         )
 
 
-def check_hub_weights(config: Config, args: PlannedArgs, *, download: bool = False) -> None:
+def check_hub_weights(config: Config, args: ModelArgs, *, download: bool = False) -> None:
     """Check that the weights of model.hub_checkpoint are whole and fit these args, unless the run resumes.
 
     Args:

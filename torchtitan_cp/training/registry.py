@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from torchtitan_cp.checkpoint.hub import refuse_without_weights
 from torchtitan_cp.checkpoint.hub_rope import rope_parameters
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.contract import AnyArchitecture, Attend, Hub, LanguageModel, ModelArgs, PlannedArgs
+from torchtitan_cp.config.contract import AnyArchitecture, Attend, Hub, LanguageModel, ModelArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.rope import Rope
@@ -65,8 +67,20 @@ def architecture(model: Model) -> AnyArchitecture:
 
 def empty_model(model: Model, args: ModelArgs, attend: Attend = NO_ATTENTION) -> LanguageModel:
     """The whole model that [model] names, of these ModelArgs, on the meta device."""
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutFirstValues():
         return architecture(model).build(args, attend)
+
+
+class _WithoutFirstValues(TorchFunctionMode):
+    """Modules leave out the first values of tensors on the meta device. Drawing them imports torch's compiler."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            tensor: Tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def check_model(config: Config, stages: Iterable[ResolvedStage], args: ModelArgs) -> None:
@@ -137,7 +151,7 @@ def _check_lacks(config: Config, stage: ResolvedStage) -> None:
             )
 
 
-def model_args_of(model: Model) -> PlannedArgs:
+def model_args_of(model: Model) -> ModelArgs:
     """The ModelArgs of [model]: the flavor's sizes, or config.json's where no flavor is set, with overrides.
 
     Its vocab_size is 0 where the tokenizer decides it.
@@ -178,7 +192,7 @@ def sizes_of(args: ModelArgs) -> dict[str, Any]:
     return dict(json.loads(json.dumps(dataclasses.asdict(args))))
 
 
-def args_from(model: Model, sizes: Mapping[str, Any]) -> PlannedArgs:
+def args_from(model: Model, sizes: Mapping[str, Any]) -> ModelArgs:
     """ModelArgs of the architecture that [model] names: the inverse of `sizes_of`.
 
     Raises:
@@ -233,7 +247,7 @@ def has_hub_config(model: Model) -> bool:
     return bool(model.hub_checkpoint or model.config)
 
 
-def _args_of_config(model: Model, read: Callable[..., PlannedArgs]) -> PlannedArgs:
+def _args_of_config(model: Model, read: Callable[..., ModelArgs]) -> ModelArgs:
     """ModelArgs of an architecture that takes any config.json and has no flavors."""
     if model.flavor or not has_hub_config(model):
         raise ConfigError(
@@ -372,7 +386,7 @@ def _check_hub_sizes(model: Model, args: ModelArgs, hub_sizes: dict[str, Any]) -
     differing = {name: size for name, size in hub_sizes.items() if getattr(args, name) != size}
     # Different values of `windows` can give every layer the same window.
     windows = differing.get("windows")
-    if windows is not None and dataclasses.replace(args, windows=windows).layer_windows == args.layer_windows:
+    if windows is not None and dataclasses.replace(args, windows=windows).mixers == args.mixers:
         del differing["windows"]
     if differing:
         differences = ", ".join(f"{name} = {getattr(args, name)!r}, not {size!r}" for name, size in differing.items())

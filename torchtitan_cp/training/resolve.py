@@ -11,7 +11,7 @@ from torchtitan_cp.attention import AttentionMask, choose_strategy, make_plan
 from torchtitan_cp.checkpoint.hub_rope import fill_rope, hub_rope
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config, check_stages
-from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.data import Data, SourceKeys
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.rope import Rope
@@ -38,7 +38,7 @@ class ResolvedRun:
     config: Config
     ranks: int
     stages: tuple[ResolvedStage, ...]
-    model_args: PlannedArgs
+    model_args: ModelArgs
 
     @property
     def longest(self) -> int:
@@ -50,7 +50,7 @@ class ResolvedRun:
         return replace(self.config, activation=stage.activation).with_keys(parallel={"tp": stage.tp, "pp": stage.pp})
 
 
-def resolve_run(config: Config, ranks: int, model_args: PlannedArgs | None = None) -> ResolvedRun:
+def resolve_run(config: Config, ranks: int, model_args: ModelArgs | None = None) -> ResolvedRun:
     """Resolve a config for a number of ranks, or refuse it. First everything is resolved:
 
     - `with_defaults`: tokenizer, flavor and RoPE, of which a config.json may have a say.
@@ -107,15 +107,14 @@ def resolve_run(config: Config, ranks: int, model_args: PlannedArgs | None = Non
     return ResolvedRun(config, ranks, stages, args)
 
 
-def layer_heads(args: PlannedArgs) -> dict[int, tuple[int, int]]:
+def layer_heads(args: ModelArgs) -> dict[int, tuple[int, int]]:
     """Query and key heads of the layers with each window; 0: no window, and the widest where each layer has one."""
-    heads = {0: (args.n_heads, args.n_kv_heads)}
-    for window in sorted(set(args.layer_windows)):
-        heads[window] = args.heads_of(window)[:2]
-    return heads
+    attending = [mixer for mixer in args.mixers if mixer.n_heads]
+    first = {mixer.window: (mixer.n_heads, mixer.n_kv_heads) for mixer in reversed(attending)}
+    return {0: (args.n_heads, args.n_kv_heads)} | dict(sorted(first.items()))
 
 
-def choose_strategies(config: Config, args: PlannedArgs, degrees: Degrees) -> dict[int, str]:
+def choose_strategies(config: Config, args: ModelArgs, degrees: Degrees) -> dict[int, str]:
     """The exchange that `auto` takes for the layers with each window."""
     transfer, chosen = config.context_parallel.kv_transfer, {}
     for window, heads in layer_heads(args).items():

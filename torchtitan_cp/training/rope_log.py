@@ -29,7 +29,8 @@ def log_rope_notes(config: Config, stages: Sequence[ResolvedStage], args: Any, f
             own = hub_rope(start)
         if model.hub_checkpoint and model.load_weights:
             trained_tokens = start.get("max_position_embeddings") or 0
-    span_tokens = max(args.layer_windows) if all(args.layer_windows) else 0
+    windows = [mixer.window for mixer in args.mixers]
+    span_tokens = max(windows) if all(windows) else 0
     for note in rope_notes(stages, own, trained_tokens, span_tokens):
         if note.stage >= first:
             logger.log(logging.WARNING if note.warns else logging.INFO, "%s", note.text)

@@ -116,7 +116,7 @@ class RunRecorder:
         exchange, first = "each sequence on one rank", progress.step - progress.stage_step
         if batch.plan.ranks > 1:
             strategy, layout = batch.plan.strategy, batch.plan.layout.name
-            sent = keys_sent(batch.plans, self.model.args.layer_windows)
+            sent = keys_sent(batch.plans, [mixer.window for mixer in self.model.args.mixers])
             exchange = (
                 f"attention by {strategy} on layout {layout} (the busiest rank computes {imbalance(batch.plan):.2f} "
                 f"times the mean, a rank sends {sent:.2f} times its keys)"
@@ -222,7 +222,7 @@ class RunRecorder:
             return details
         dist.all_reduce(self.step_losses.sums)
         self.stage_losses.sums += self.step_losses.sums
-        windows = self.model.args.layer_windows
+        windows = [mixer.window for mixer in self.model.args.mixers]
         keys = {window: fmean(mean_keys(batch.plans[window]) for batch in self.micro_batches) for window in windows}
         flops = flops_per_token(self.model.args, stage.seq_len, [keys[window] for window in windows])
         memory = self.model.memory_by_kind()

@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, UserError
-from torchtitan_cp.config.contract import PlannedArgs
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.run_folder import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, batch_signature
@@ -63,7 +63,7 @@ class Trainer:
         self,
         config: Config,
         world: World,
-        model_args: PlannedArgs | None = None,
+        model_args: ModelArgs | None = None,
         stage_index: int | None = None,
         *,
         trains: bool = True,

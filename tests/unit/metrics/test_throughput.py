@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from models.architecture import Mixer
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.metrics import throughput
 from torchtitan_cp.metrics.throughput import Peak, find_peak, flops_per_token, keys_sent
@@ -13,9 +14,7 @@ from torchtitan_cp.metrics.throughput import Peak, find_peak, flops_per_token, k
 def args(linear_parameters: int, windows: list[int]) -> SimpleNamespace:
     return SimpleNamespace(
         linear_parameters=lambda: linear_parameters,
-        layer_windows=windows,
-        attention_widths=[4 * (64 + 64)] * len(windows),
-        state_sizes=[0] * len(windows),
+        mixers=[Mixer(4, 4, 64, 64, window) for window in windows],
     )
 
 

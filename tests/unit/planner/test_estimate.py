@@ -134,7 +134,7 @@ def test_state_that_waits_on_the_host_is_not_on_the_device() -> None:
         estimates(LONG, *tight, *stages, f"--optimizer.offload_state={offload}", nodes=1)[0]
         for offload in ("true", "false")
     )
-    moments = 8 * total_parameters(there.args) / 8
+    moments = 8 * total_parameters(there.config.model, there.args) / 8
     assert waiting.memory.total == pytest.approx(there.memory.total - moments)
 
 

@@ -12,7 +12,7 @@ from torchtitan_cp.planner.parameters import total_parameters
 
 def test_host_memory_is_what_is_offloaded_the_batches_and_a_checkpoints_copy() -> None:
     plain = alone("--checkpoint.enable=false")
-    parameters = total_parameters(plain.args)
+    parameters = total_parameters(plain.config.model, plain.args)
     batches = plain.host["batches"]
     assert sum(plain.host.values()) == batches == 2 * (READ_AHEAD + 1) * 131072 * 2 * 8
     offloaded = alone("--checkpoint.enable=false", "--activation.offload=true").host

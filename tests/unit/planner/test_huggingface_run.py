@@ -63,8 +63,8 @@ def test_layers_with_other_heads_are_planned_by_their_own() -> None:
     config = {"model_type": "gemma4_text", **SIZES, **HEADS, "layer_types": ["sliding_attention", "full_attention"] * 2}
     config |= {"global_head_dim": 128, "sliding_window": 1024, "num_kv_shared_layers": 0}
     args = args_from_config(config, {})
-    assert args.attention_widths == (2 * 4 * 64, 2 * 4 * 128) * 2
-    assert [args.heads_of(window)[2] for window in (1024, 0)] == [64, 128]
+    assert [mixer.width for mixer in args.mixers] == [2 * 4 * 64, 2 * 4 * 128] * 2
+    assert [(mixer.window, mixer.head_dim) for mixer in args.mixers] == [(1024, 64), (0, 128)] * 2
 
 
 @pytest.mark.deep

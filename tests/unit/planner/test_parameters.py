@@ -8,11 +8,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import ARCHITECTURES
-from models.llama import FLAVORS, Llama, LlamaArgs
-from models.moe import FLAVORS as EXPERTS
+from models.architecture import Architecture
+from models.llama import Llama, LlamaArgs
 from models.moe import Moe, MoeArgs
 from torchtitan_cp.attention import attend, make_plan
 from torchtitan_cp.config import load_config
+from torchtitan_cp.config.sections import Model
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.planner.parameters import count_parameters, sized_model_args, total_parameters
@@ -21,17 +22,26 @@ from torchtitan_cp.training.registry import register
 
 
 @pytest.mark.parametrize(
-    ("build", "shape"),
-    [*((Llama, shape) for shape in FLAVORS.values()), *((Moe, shape) for shape in EXPERTS.values())],
-    ids=[*FLAVORS, *(f"experts {name}" for name in EXPERTS)],
+    ("architecture", "flavor"),
+    [(each, flavor) for each in ARCHITECTURES for flavor in each.flavors],
+    ids=lambda value: getattr(value, "name", value),
 )
-def test_parameters_are_those_of_the_network(build: type[Llama], shape: Any) -> None:
+def test_parameters_are_those_of_the_network(architecture: Architecture[Any], flavor: str) -> None:
+    register(ARCHITECTURES)
+    shape = architecture.flavors[flavor]
     shape = dataclasses.replace(shape, vocab_size=shape.vocab_size or 4096)
     with torch.device("meta"):
-        model = build(shape, LayerAttention())
-    counted = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    assert total_parameters(shape) == sum(counted.values())
-    assert count_parameters(shape).block == sum(n for name, n in counted.items() if name.startswith("layers.0."))
+        model = architecture.build(shape, LayerAttention())
+    counts, layers = count_parameters(Model(architecture.name), shape), list(model.layers.parameters())
+    rounded = 2 * shape.n_layers - 1 if architecture.name == "qwen3_5" else 0  # where layers differ, to means
+    missing = sum(p.numel() for p in model.parameters()) - total_parameters(Model(architecture.name), shape)
+    assert 0 <= missing <= rounded
+    assert counts.matrices == sum(p.numel() for p in layers if p.ndim > 1) // shape.n_layers
+    assert counts.block - counts.matrices == sum(p.numel() for p in layers if p.ndim == 1) // shape.n_layers
+    # The sizes say the same of the weights that a token meets.
+    assert counts.active_matrices == (shape.linear_parameters() - shape.dim * shape.vocab_size) // shape.n_layers
+    assert counts.fused_norms == (architecture.name != "qwen3_5")
+    assert counts.qk_norm == shape.qk_norm
 
 
 def test_linear_flops_are_those_that_torch_counts() -> None:
@@ -47,6 +57,7 @@ def test_linear_flops_are_those_that_torch_counts() -> None:
 
 
 def test_a_token_meets_the_experts_it_goes_to_and_the_router() -> None:
+    register(ARCHITECTURES)
     shape = MoeArgs(64, 3, 4, 2, 16, 96, vocab_size=128, n_experts=8, experts_per_token=2)
     model = Moe(shape, LayerAttention())
     model.set_rope([1.0] * 8, 1.0, torch.device("cpu"))
@@ -56,7 +67,7 @@ def test_a_token_meets_the_experts_it_goes_to_and_the_router() -> None:
     # For the balance of the experts the router runs a second time, and its sums are multiplied with the shares.
     router, balance = 3 * 64 * 8, 3 * 8
     assert counter.get_total_flops() == (flops_per_token(shape, 32, [0.0] * 3) / 3 + 2 * router) * 32 + 2 * balance
-    counts = count_parameters(shape)
+    counts = count_parameters(Model("moe"), shape)
     assert counts.block - counts.active_matrices == 6 * 3 * 64 * 96 + 2 * 64
 
 

@@ -92,7 +92,7 @@ def runs(kernel: str, device: str, args: Any, config: Config) -> bool:
     """Whether attention takes the kernel for queries and values like the model's, on a device that is not there."""
     dtype = getattr(torch, config.training.compute_dtype)
     try:
-        for qk_dim, v_dim, softcap in args.attention_kinds:
+        for qk_dim, v_dim, softcap in {(mixer.qk_dim, mixer.v_dim, mixer.softcap) for mixer in args.mixers}:
             with FakeTensorMode(), torch.device(device):
                 q, v = (torch.empty(1, 8, 2, dim, dtype=dtype) for dim in (qk_dim, v_dim))
                 choose_kernel(kernel, q, v, softcap=softcap)

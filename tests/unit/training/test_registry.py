@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ def test_sizes_that_the_config_leaves_out_are_the_checkpoints(tmp_path: Path, fa
     assert read.vocab_size == 288
     # The same windows can be written in several ways.
     assert dataclasses.replace(read, windows=typed.windows) == typed
-    assert read.layer_windows == typed.layer_windows
+    assert read.mixers == typed.mixers
 
 
 def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -82,3 +84,21 @@ def test_the_models_own_theta_is_its_familys_where_config_json_has_none(tmp_path
     model = Model(architecture="huggingface", config=str(tmp_path))
     assert "rope_theta" not in FAMILIES["Mixtral"]
     assert hub_rope(start_config(model, model_args_of(model))) == Rope(1e6)
+
+
+@pytest.mark.deep
+def test_a_model_without_weights_is_built_without_torchs_compiler() -> None:
+    """First values of an embedding on the meta device would import it, and DTensor: seconds."""
+    code = """
+import sys
+from models import ARCHITECTURES
+from models.llama import FLAVORS
+from torchtitan_cp.config.sections import Model
+from torchtitan_cp.training import registry
+registry.register(ARCHITECTURES)
+model = registry.empty_model(Model("llama"), FLAVORS["8B"])
+print(all(parameter.is_meta for parameter in model.parameters()))
+print([name for name in ("torch.distributed.tensor", "torch._inductor.compile_fx") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["True", "[]"]

@@ -14,7 +14,8 @@ from tests.support.huggingface_families import FAMILIES, SIZES, WINDOW
 
 def test_fewer_layers_shorten_what_has_a_value_for_each_layer() -> None:
     config = {**FAMILIES["Gemma 3"], "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    assert args_from_config(config, {"num_hidden_layers": 3}).layer_windows == (WINDOW, 0, WINDOW)
+    mixers = args_from_config(config, {"num_hidden_layers": 3}).mixers
+    assert [mixer.window for mixer in mixers] == [WINDOW, 0, WINDOW]
 
 
 def test_a_tokenizers_vocabulary_has_no_padding_of_the_configs() -> None:

@@ -49,7 +49,7 @@ def graphs_and_kinds(config: Keys, checkpoint: str = "none", lengths: tuple[int,
         wrap_blocks(model, Activation(checkpoint=checkpoint), Compile(enable=True), "cpu")
         for length in lengths:
             plans: dict[int, Any] = {}
-            for window in {0, *args.layer_windows}:
+            for window in {0, *(mixer.window for mixer in args.mixers)}:
                 plans[window] = make_plan(length, mask=AttentionMask().windowed(window))
             tokens, positions = torch.randint(200, (1, length)), torch.arange(length)[None]
             model(tokens, positions, plans).float().square().mean().backward()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.huggingface.args import args_from_config
+from models.huggingface.args import HuggingFaceArgs, args_from_config
 from models.huggingface.model import HuggingFaceModel
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, LACKING, as_markdown, eager_model
@@ -21,6 +21,10 @@ from torchtitan_cp.training.model import LayerAttention
 
 SEQ_LEN = 96
 LENGTHS = ((SEQ_LEN,), (7, 60, 29))
+
+
+def windows_of(args: HuggingFaceArgs) -> tuple[int, ...]:
+    return tuple(sorted({0, *(mixer.window for mixer in args.mixers)}))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -46,7 +50,7 @@ def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, c
     model.to(device).reset_rope(SEQ_LEN, torch.device(device))
     tokens, labels = torch.randint(args.probe.vocab_size, (2, 2, SEQ_LEN))
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
-    layout = BatchLayout(SEQ_LEN, 1, 2, 1, 0, partial(make_plan), dict.fromkeys({0, *args.layer_windows}, "ring"))
+    layout = BatchLayout(SEQ_LEN, 1, 2, 1, 0, partial(make_plan), dict.fromkeys(windows_of(args), "ring"))
     loss_of = ChunkedCrossEntropy(40, 0.0, args.logit_scale, args.logit_softcap)
     total = model(
         tokens.to(device),
@@ -68,7 +72,7 @@ def test_a_head_that_calls_the_output_layer_gets_the_models_logits(family: str) 
     model = HuggingFaceModel(args, LayerAttention())
     copy_weights(eager_model(FAMILIES[family]), model)
     model.reset_rope(16, torch.device("cpu"))
-    layout = BatchLayout(16, 1, 1, 1, 0, partial(make_plan), dict.fromkeys({0, *args.layer_windows}, "ring"))
+    layout = BatchLayout(16, 1, 1, 1, 0, partial(make_plan), dict.fromkeys(windows_of(args), "ring"))
     given = torch.randint(args.vocab_size, (1, 16)), torch.arange(16), layout.plans(AttentionMask())
     want = model(*given)
     assert torch.allclose(model(*given, lambda hidden, output: output(hidden)), want, atol=1e-6)

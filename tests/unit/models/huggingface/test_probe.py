@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
+from models import ARCHITECTURES
 from models.huggingface.args import HuggingFaceArgs, args_from_config
 from models.huggingface.probe import FIXED
 from models.llama import FLAVORS
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, REFUSED, WINDOW
 from tests.support.huggingface_full_size import PUBLISHED
+from torchtitan_cp.config.sections import Model
 from torchtitan_cp.metrics.throughput import flops_per_token, layer_costs
 from torchtitan_cp.planner.parameters import count_parameters, total_parameters
+from torchtitan_cp.training.registry import register
 
 LLAMA3_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -47,7 +50,7 @@ def tiny(family: str, **overrides: Any) -> HuggingFaceArgs:
 def test_windows_and_the_frequencies_of_each_layer_are_found() -> None:
     args = tiny("Gemma 3")
     local, full = args.probe.layers
-    assert (local.window, full.window) == (WINDOW, 0) == args.layer_windows
+    assert [local.window, full.window] == [WINDOW, 0] == [mixer.window for mixer in args.mixers]
     assert local.rotary == "model.rotary_emb.sliding_attention_inv_freq"
     assert full.rotary == "model.rotary_emb.full_attention_inv_freq"
     assert (local.name, local.attention) == ("model.layers.0", "model.layers.0.self_attn")
@@ -127,8 +130,11 @@ def test_a_stage_has_a_rope_where_it_turns_layers_of_full_attention_or_the_one_r
 @pytest.mark.parametrize(("flavor", "config"), [("8B", LLAMA3_8B), ("qwen3-0.6B", QWEN3_06B)])
 def test_counts_and_costs_are_those_of_the_native_architecture(flavor: str, config: dict[str, Any]) -> None:
     theirs, ours = args_from_config(config, {"num_hidden_layers": 2}), replace(FLAVORS[flavor], n_layers=2)
-    assert count_parameters(theirs) == count_parameters(ours)
-    assert total_parameters(theirs) == total_parameters(ours) == theirs.probe.parameters
+    register(ARCHITECTURES)
+    their_model, our_model = Model("huggingface"), Model("llama")
+    counts = count_parameters(our_model, ours)
+    assert count_parameters(their_model, theirs) == replace(counts, fused_norms=False, qk_norm=False)
+    assert total_parameters(their_model, theirs) == total_parameters(our_model, ours) == theirs.probe.parameters
     assert flops_per_token(theirs, 4096) == flops_per_token(ours, 4096)
     assert layer_costs(theirs, 4096) == layer_costs(ours, 4096)
     for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "active_ffn_dim", "rotary_dim"):

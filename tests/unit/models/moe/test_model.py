@@ -316,7 +316,6 @@ def test_sizes_are_those_of_the_model() -> None:
     assert DEEPSEEK.problem() is None
     model = Moe(DEEPSEEK, PlainAttention())
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "tok_embeddings" not in name)
-    assert DEEPSEEK.matrix_parameters() == matrices
     unused = 2 * sum(p[4:].numel() for p in MoeBlock(DEEPSEEK, PlainAttention(), 0).experts.parameters())
     assert DEEPSEEK.linear_parameters() == matrices - unused
     assert DEEPSEEK.active_ffn_dim == (4 + 2) * 40
