@@ -15,7 +15,8 @@
 #   VENV           virtual environment                  (default: the active one, else .venv)
 #
 # After a rank dies or hangs, all ranks start again from the last checkpoint, up to job.max_restarts times.
-# After SIGTERM or SIGUSR1 the run finishes its step, saves and ends with exit code 0; the same command resumes it.
+# After Ctrl-C, SIGTERM or SIGUSR1 the run finishes its step, saves and ends with exit code 0; the same command resumes
+# it. A second Ctrl-C ends it at once.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 EXTRAS=""

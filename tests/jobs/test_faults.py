@@ -300,42 +300,6 @@ def test_a_hung_rank_is_named_with_what_it_was_doing_and_the_job_restarts(
     check_whole(folder, uninterrupted)
 
 
-@pytest.mark.deep  # two more starts of a job; by default the launcher is given SIGTERM
-def test_ctrl_c_ends_every_process_with_one_line_and_the_exit_code_of_the_signal(
-    start: Callable[..., LaunchedJob], long_toml: Path
-) -> None:
-    folder = long_toml.parent / "interrupted"
-    job = start(long_toml, f"--job.dump_folder={folder}", "--job.max_restarts=0")
-    job.wait_for(lambda: steps_taken(folder) >= 2)
-    interrupt(job)
-
-
-def interrupt(job: LaunchedJob) -> None:
-    """As a terminal does: the ranks are in sessions of their own."""
-    ranks = children(job.pid)
-    assert len(ranks) == 2
-    assert len({os.getsid(process) for process in [job.pid, *ranks]}) == 3
-    job.signal(signal.SIGINT)
-    assert job.wait() == 128 + signal.SIGINT, job.log.read_text()
-    said = "SIGINT: the ranks were ended; the same command resumes from the last checkpoint"
-    assert job.log.read_text().splitlines()[-1] == said
-    assert not job.says("Traceback")
-    assert not job.says("frame #")
-    assert not any(Path(f"/proc/{process}").exists() for process in ranks)
-
-
-@pytest.mark.deep
-def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], long_toml: Path) -> None:
-    """One waits for the other, which is held still."""
-    job = start(long_toml, f"--job.dump_folder={long_toml.parent / 'joining'}", "--job.max_restarts=0")
-    job.wait_for(lambda: job.rank(1) is not None)
-    job.signal_rank(1, signal.SIGSTOP)
-    job.wait_for(lambda: job.rank(0) is not None)
-    time.sleep(1.0)
-    interrupt(job)
-    assert len(job.log.read_text().splitlines()) == 1
-
-
 @deep_rows(
     ("override", "code", "said"),
     [("--model={weights}", 3, "error: step 1 "), ("--data.text_field=none", 2, "error: ")],

@@ -32,7 +32,14 @@ from torchtitan_cp.checkpoint.load import CheckpointReader, describe_failure, lo
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 from torchtitan_cp.checkpoint.progress import Progress, read_progress
 from torchtitan_cp.checkpoint.retention import Retention, is_stage_end
-from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, delete_partial, file_stamps, list_folder
+from torchtitan_cp.checkpoint.save import (
+    CheckpointWriter,
+    delete_checkpoint,
+    delete_partial,
+    file_stamps,
+    list_folder,
+    write_evaluated,
+)
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.run import Checkpoint
 
@@ -158,6 +165,18 @@ class CheckpointManager:
         if not self.settings.asynchronous:
             self.wait()
 
+    def save_evaluation(self, progress: Progress) -> None:
+        """Write the progress after the evaluation of the last save's step beside that, when it is on disk."""
+
+        def write() -> None:
+            try:
+                write_evaluated(self.folder / f"step-{progress.step}", progress)
+            except OSError as error:
+                logger.warning("%s: the evaluation of step %d is not saved: %s", self.folder, progress.step, error)
+
+        if self._background and dist.get_rank() == 0:
+            self._background[1].submit(write)  # behind the save
+
     def poll(self) -> None:
         """Report the pending save if it has ended."""
         if self._pending and self._pending.written.done():
@@ -254,9 +273,11 @@ class CheckpointManager:
             damage = verify_checkpoint(path, collective=True) and verify_checkpoint(path, collective=True)
             self._retention.record(path, stamps, intact=not damage)
             if not damage:
-                intact, progress = True, read_progress(path)
-                if progress.healthy or not healthy:
-                    return path, progress
+                # Of all ranks: a network file system may show EVALUATED_FILE to some of them later.
+                intact, progress = True, [read_progress(path)]
+                dist.broadcast_object_list(progress)
+                if progress[0].healthy or not healthy:
+                    return path, progress[0]
             elif dist.get_rank() == 0:
                 logger.warning("%s is damaged and skipped: %s", path, "; ".join(damage))
         if names[0] and not intact and before is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from torchtitan_cp.config import ConfigError
 
 PROGRESS_FILE = "progress.json"
+# The progress after the evaluation of a stage's end, which follows the save of its last step. Not in the manifest:
+# without it that evaluation is only made again.
+EVALUATED_FILE = "evaluated.json"
 # Names of keys in checkpoints of the version before this one, and their names now.
 RENAMED_KEYS = {"recent": "spike_history", "text_recipe": "text_settings"}
 
@@ -128,13 +132,16 @@ class Progress:
 
 
 def read_progress(folder: Path) -> Progress:
-    """Where the run of a checkpoint stood.
+    """Where the run of a checkpoint stood, after the evaluation of its step if that was finished.
 
     Raises:
         DamagedError: its file is missing, or was written by another version of this program.
     """
     try:
-        return Progress.from_json(json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
+        progress = Progress.from_json(json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
+        with suppress(OSError, ValueError, TypeError):
+            return Progress.from_json(json.loads((folder / EVALUATED_FILE).read_text(encoding="utf-8")))
+        return progress
     except TypeError as error:
         raise DamagedError(f"{PROGRESS_FILE} was written by another version of this program: {error}") from None
     except (OSError, ValueError) as error:

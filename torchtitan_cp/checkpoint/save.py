@@ -15,14 +15,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Checksum, Manifest, checksum, compare_files
-from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, Progress
+from torchtitan_cp.checkpoint.progress import EVALUATED_FILE, PROGRESS_FILE, Progress
 
 # Interrupted saves and deletions leave folders with this suffix, which the next save deletes. A folder with REPLACED is
 # a whole checkpoint, to be replaced by a newer one of its step.
 PARTIAL = ".partial"
 REPLACED, EXPIRED = f".replaced{PARTIAL}", f".expired{PARTIAL}"
 
-# Size in bytes and time of the last change, in Unix nanoseconds, of each file in a folder.
+# Size in bytes and time of the last change, in Unix nanoseconds, of each file of a checkpoint but EVALUATED_FILE.
 Stamps = dict[str, tuple[int, int]]
 
 
@@ -88,6 +88,20 @@ class CheckpointWriter(FileSystemWriter):
             shutil.rmtree(replaced, ignore_errors=True)  # the next save tries again
 
 
+def write_evaluated(folder: Path, progress: Progress) -> None:
+    """Write the progress after an evaluation beside the checkpoint of its step, if that was written: whole or not.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if folder.is_dir():
+        partial = folder / f"{EVALUATED_FILE}{PARTIAL}"
+        partial.write_text(json.dumps(dataclasses.asdict(progress), indent=1), encoding="utf-8")
+        sync(partial)
+        partial.rename(folder / EVALUATED_FILE)
+        sync(folder)
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -118,9 +132,10 @@ def list_folder(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def file_stamps(folder: Path) -> Stamps:
-    """The sizes and times of a folder's files; none if they cannot be read."""
+    """The sizes and times of a checkpoint's files; none if they cannot be read."""
     with suppress(OSError):
-        return {entry.name: (entry.stat().st_size, entry.stat().st_mtime_ns) for entry in list_folder(folder)}
+        files = [entry for entry in list_folder(folder) if not entry.name.startswith(EVALUATED_FILE)]
+        return {entry.name: (entry.stat().st_size, entry.stat().st_mtime_ns) for entry in files}
     return {}
 
 

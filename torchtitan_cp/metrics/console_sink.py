@@ -73,6 +73,15 @@ class ConsoleSink:
             left = timedelta(seconds=int(step_seconds * (total - record.step)))
             self.print(f"step {record.step}/{total}  {stage}  {numbers}  lr {record.lr:.2e}  {left} left")
 
+    def evaluation_progress(self, measure: str, done: int, count: int) -> None:
+        """Show what an evaluation measures, and how many of its sequences are done."""
+        numbers = f"evaluating: {measure}, {done} of {count} sequences"
+        if self.live:
+            self.bar.update(self.task, numbers=numbers)
+        elif time.monotonic() - self.last_line >= LINE_SECONDS:
+            self.last_line = time.monotonic()
+            self.print(numbers)
+
     def print_stages(self, rows: Iterable[Mapping[str, str | float | None]]) -> None:
         """Print a table with a row for each stage, with the entries of COLUMNS; None prints as a dash."""
         since = f" that ended since the resume at step {self.done_before}" * bool(self.done_before)

@@ -21,6 +21,7 @@ class JsonLinesSink:
 
     Args:
         after_step: lines of later steps are dropped, because a resumed run repeats those steps.
+        evaluates_again: the evaluation of that step is repeated too.
 
     Raises:
         UserError: the lines cannot be dropped; the files are unchanged.
@@ -28,9 +29,9 @@ class JsonLinesSink:
 
     name = METRICS_FILE
 
-    def __init__(self, folder: Path, after_step: int) -> None:
+    def __init__(self, folder: Path, after_step: int, *, evaluates_again: bool = False) -> None:
         self.metrics = LineFile(folder / METRICS_FILE, after_step)
-        self.evaluations = LineFile(folder / EVALUATION_FILE, after_step)
+        self.evaluations = LineFile(folder / EVALUATION_FILE, after_step - evaluates_again)
 
     def step(self, record: StepRecord) -> None:
         self.metrics.write(json.dumps(dataclasses.asdict(record)) + "\n")

@@ -33,18 +33,19 @@ class MetricsLogger:
         self.settings, self.console = settings, ConsoleSink(total_steps, done, enabled=enabled)
         self.sinks: list[Any] = [self.console]
 
-    def open_files(self, folder: Path, after_step: int) -> None:
+    def open_files(self, folder: Path, after_step: int, *, evaluates_again: bool = False) -> None:
         """Open the sinks that [metrics] asks for. Rank 0 calls this.
 
         Args:
             folder: where sinks write; its name is the run's on Weights & Biases.
             after_step: what was recorded of later steps is dropped, because a resumed run repeats them.
+            evaluates_again: so is the evaluation of that step.
 
         Raises:
             UserError: a package is missing, or Weights & Biases opens no run.
             OSError: a file cannot be written.
         """
-        self.sinks.append(JsonLinesSink(folder, after_step))
+        self.sinks.append(JsonLinesSink(folder, after_step, evaluates_again=evaluates_again))
         if self.settings.tensorboard:
             self.sinks.append(TensorBoardSink(folder, after_step))
         if self.settings.wandb:

@@ -1,7 +1,7 @@
 """Starts the ranks of one node with torchrun's agent, restarts them after a crash, and passes stop signals on.
 
-torchrun itself answers SIGTERM by killing its ranks after 30 seconds, and dies of SIGUSR1. Here the ranks get SIGTERM,
-finish their step, save and leave with exit code 0.
+torchrun itself answers SIGTERM and Ctrl-C by killing its ranks after 30 seconds, and dies of SIGUSR1. Here the ranks
+get SIGTERM, finish their step, save and leave with exit code 0. Ctrl-C after that kills them.
 """
 
 import copy
@@ -45,7 +45,7 @@ from torchtitan_cp.config.run import Job
 from torchtitan_cp.runtime.environment import LAUNCHER_VARIABLE
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote, end_notes, take_relaunch
 from torchtitan_cp.runtime.nodes import ask, is_own, own_address, route_to
-from torchtitan_cp.runtime.signals import STOP
+from torchtitan_cp.runtime.signals import SAME_PRESS_SECONDS, STOP
 from torchtitan_cp.runtime.watchdog import LOST_RANK
 
 # After a rank's end note the other ranks may still write to disk what went wrong.
@@ -58,6 +58,7 @@ POLL_SECONDS = 1.0
 LOCALHOST = "localhost:0"
 RANK_0_DONE_KEY, NODES_DONE_KEY = "nodes with rank 0", "nodes"  # whose ranks have finished, in the job's store
 RESUMES = "the same command resumes from the last checkpoint"
+SHOW_CURSOR = "\x1b[?25h"
 
 
 class JobEndedError(Exception):
@@ -74,6 +75,7 @@ class NodeAgent(LocalElasticAgent):
     """
 
     _store: Any
+    _stopped_at: float  # time.monotonic() at the first stop signal
 
     def __init__(self, spec: WorkerSpec, notes: Path, stopping: threading.Event) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(notes)))
@@ -82,14 +84,19 @@ class NodeAgent(LocalElasticAgent):
             signal.signal(number, self._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        repeated, self._remaining_restarts = self.stopping.is_set(), 0
+        repeated, self._remaining_restarts, now = self.stopping.is_set(), 0, time.monotonic()
+        if repeated and number == signal.SIGINT and now - self._stopped_at > SAME_PRESS_SECONDS:
+            raise SignalException("Ctrl-C while the ranks stop", signal.SIGINT)
         self.stopping.set()
         for pid in self.ranks.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         if not repeated:
+            self._stopped_at = now
+            told = f"{signal.Signals(number).name}: the ranks finish their step, save and stop"
+            told += "; Ctrl-C again ends them at once" * (number == signal.SIGINT)
             with suppress(OSError):  # the process that reads the output may have got the signal too
-                print(f"{signal.Signals(number).name}: the ranks finish their step, save and stop", file=sys.stderr)
+                print("\n" * sys.stderr.isatty() + told, file=sys.stderr)  # below the ranks' progress bar
         if not self.ranks:
             raise JobEndedError(EndNote(0, ""))
 
@@ -154,16 +161,20 @@ class NodeAgent(LocalElasticAgent):
                 return
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End the ranks: kill them if the job ended by a message or Ctrl-C; otherwise let them save or write first.
+        """End the ranks: kill them if the job ended by a message or at once; otherwise let them save or write first.
 
         After a crash the other ranks wait for the lost one and can only finish what they write to disk, which takes
         less time than a step and a save after a stop signal.
         """
         ended = isinstance(sys.exc_info()[1], (JobEndedError, KeyboardInterrupt, SignalException))
         if self._pcontext:  # closed here, as torch 2.11's _shutdown takes no timeout
-            self._pcontext.close(
-                signal.SIGKILL if ended else death_sig, timeout if self.stopping.is_set() else CRASH_SECONDS
-            )
+            try:
+                self._pcontext.close(
+                    signal.SIGKILL if ended else death_sig, timeout if self.stopping.is_set() else CRASH_SECONDS
+                )
+            except SignalException:  # Ctrl-C ends this wait too
+                self._pcontext.close(signal.SIGKILL)
+                raise
         super()._shutdown()
         self.ranks = {}
 
@@ -184,13 +195,15 @@ def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: J
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # A job started under nohup survives its terminal.
     hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGINT,SIGQUIT{hang_up}"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGQUIT{hang_up}"
     with tempfile.TemporaryDirectory(prefix="torchtitan-cp-") as notes:
         os.environ[FOLDER_VARIABLE], os.environ[LAUNCHER_VARIABLE] = notes, str(os.getpid())
         for number in itertools.count():
             meeting = RendezvousParameters("c10d", endpoint, f"launch-{number}", nodes, nodes)
             meeting.config |= {"join_timeout": math.ceil(job.startup_timeout_seconds), "folder": job.dump_folder}
             if note := _run(program, ranks, job.max_restarts, meeting, Path(notes)):
+                if note.message and sys.stdout.isatty():  # below the progress bar that a killed rank could not remove
+                    print(SHOW_CURSOR, flush=True)
                 if note.message:
                     print(note.message, file=sys.stderr)
                 return note.code

@@ -112,6 +112,11 @@ def set_activity(activity: str, step: int, limit_seconds: float) -> None:
     _now = Activity(activity, step, limit_seconds, time.monotonic())
 
 
+def current_activity() -> Activity:
+    """What this rank does now."""
+    return _now
+
+
 class Watchdog:
     """Tells the other ranks what this rank does, and ends its process when that takes too long or a rank is lost.
 

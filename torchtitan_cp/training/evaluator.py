@@ -86,6 +86,7 @@ class Evaluator:
         depths: positions of a planted key, evenly from the start of a prompt to its question.
 
     Attributes:
+        show_progress: takes what is measured, and how many of how many sequences are done.
         budget: limits the time of evaluations; the trainer adds the time of training to it.
         left_out: what the current evaluation had no time or no room for.
     """
@@ -101,6 +102,7 @@ class Evaluator:
         config, encode = self.data_pipeline.config, self.data_pipeline.corpus.tokenizer.encode_chat_batch
         self.settings = config.evaluation
         self.budget, self.left_out = Budget(self.settings.max_share), list[str]()
+        self.show_progress: Callable[[str, int, int], None] = lambda measure, done, count: None
         conversations = any(source.conversations for source in config.data.by_name().values())
         self.chat_template = chat_template_of(config) if conversations else None
         filler = self.data_pipeline.filler
@@ -131,14 +133,16 @@ class Evaluator:
             if held_out is None:
                 logger.info("evaluation skipped: no source of a stage holds text out (data.validation_fraction)")
                 return None
-            of_stage = (self.held_out_losses(layout, stage) if passes == 2 else None) or held_out
+            own_loss = "loss on the stage's own mixture"
+            of_stage = (self.held_out_losses(layout, stage, measure=own_loss) if passes == 2 else None) or held_out
             rise = self._short_loss_rise(stage, layout, progress, at_end)
             retrieval = self.measure_retrieval(stage, layout)
             gain, by_position = self._context_gain(of_stage, layout, stage, own or common), of_stage
             length = self.settings.position_seq_len or stage.seq_len
-            if length != stage.seq_len and self._is_due(f"loss by position to {length:,}", tokens=length):
+            to_length = f"loss by position to {length:,}"
+            if length != stage.seq_len and self._is_due(to_length, tokens=length):
                 longer = resized(layout, length)
-                by_position = self.held_out_losses(longer, stage, weights=own or common) or of_stage
+                by_position = self.held_out_losses(longer, stage, weights=own or common, measure=to_length) or of_stage
         except _Stopped:
             logger.info("evaluation stopped: the run is stopping%s", "; the next start runs it" * at_end)
             return None
@@ -225,6 +229,7 @@ class Evaluator:
         block: int = 0,
         tokens: int = 0,
         weights: Mapping[str, float] | None = None,
+        measure: str = "loss on held-out text",
     ) -> HeldOutLosses | None:
         """Losses of held-out text, the same text on any number of ranks; None if there is none. Collective.
 
@@ -234,6 +239,7 @@ class Evaluator:
             block: cut documents into blocks of this many tokens that cannot attend to each other; 0: do not.
             tokens: how much text; 0: evaluation.tokens.
             weights: mixture of the sources; None: the stage's.
+            measure: what is measured, for `show_progress`.
         """
         seq_len, device, block_tokens = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
         count, starts = max(1, (tokens or self.settings.tokens) // seq_len), bin_starts(seq_len)
@@ -247,7 +253,7 @@ class Evaluator:
         late, by_turn = by_bin.new_zeros(2), by_bin.new_zeros(2, TURNS)
         label_counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
         with evaluating(self.model.parts), self.budget.spending(count * seq_len):
-            for batch in self._batches(samples.sequence, count, _fitted(batch_layout, count)):
+            for batch in self._batches(samples.sequence, count, _fitted(batch_layout, count), measure):
                 result = self.model.forward(batch, self.model.token_loss)
                 if result is None or not self.model.meshes.owns_loss:
                     continue
@@ -289,7 +295,7 @@ class Evaluator:
         if not self._is_due(measure, "short_loss_rise" in stage.until, tokens=max(tokens, first.seq_len)):
             return None
         layout, weights = resized(batch_layout, first.seq_len), self._common_weights()
-        now = self.held_out_losses(layout, first, tokens=tokens, weights=weights)
+        now = self.held_out_losses(layout, first, tokens=tokens, weights=weights, measure=measure)
         return now.loss / before - 1 if now else None
 
     def _context_gain(
@@ -314,11 +320,11 @@ class Evaluator:
             return None
         if not self._is_due("context gain", tokens=max(self.settings.tokens, seq_len)):
             return None
-        in_blocks = self.held_out_losses(batch_layout, stage, block, weights=weights)
+        in_blocks = self.held_out_losses(batch_layout, stage, block, weights=weights, measure="context gain")
         return _mean(in_blocks.late) - _mean(held_out.late) if in_blocks else None
 
     def _batches(
-        self, read: Callable[[int], PackedSequence], count: int, batch_layout: BatchLayout
+        self, read: Callable[[int], PackedSequence], count: int, batch_layout: BatchLayout, measure: str
     ) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the first `count` sequences; every rank gets equally many."""
         rows = batch_layout.micro_batch_sequences
@@ -331,6 +337,7 @@ class Evaluator:
 
         for first in range(batch_layout.dp_rank * rows, count + batch_layout.dp_rank * rows, batch_layout.sequences):
             self.set_activity("evaluating with the others")
+            self.show_progress(measure, first - batch_layout.dp_rank * rows, count)
             if any_rank(self.stop_requested(), device=self.model.device)[0]:
                 raise _Stopped
             yield collate(read_limited, batch_layout, list(range(first, first + rows)))
@@ -397,10 +404,10 @@ class Evaluator:
             return []
         batch_layout = _fitted(batch_layout, count)
         mistakes = torch.zeros(count, dtype=torch.int64, device=self.model.device)
-        tried = 0
+        tried, measure = 0, f"{variant} at {length:,} tokens"
         with evaluating(self.model.parts):
-            for batch in self._batches(read, count, batch_layout):
-                if not self._is_due(f"{variant} at {length:,} tokens", for_gate, tokens=batch_layout.tokens):
+            for batch in self._batches(read, count, batch_layout, measure):
+                if not self._is_due(measure, for_gate, tokens=batch_layout.tokens):
                     break
                 tried = min(count, tried + batch_layout.sequences)
                 with self.budget.spending(batch_layout.tokens):

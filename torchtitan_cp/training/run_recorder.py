@@ -69,11 +69,12 @@ class RunRecorder:
         self.routing: Routing | None = None
         self.allocation_retries = 0
 
-    def start(self, steps_done: int) -> None:
+    def start(self, steps_done: int, *, evaluates_again: bool = False) -> None:
         """Write the run's folder, open the logs and print what will run.
 
         Args:
             steps_done: optimizer steps taken by earlier starts.
+            evaluates_again: the evaluation of the last one is repeated, as it may not have been finished.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -85,7 +86,7 @@ class RunRecorder:
             replace_file(self.folder / RUN_CONFIG, text.encode())
             if tokenizer.path and config.tokenizer.trained:
                 replace_file(self.folder / TOKENIZER_FILE, tokenizer.path.read_bytes())
-            log.open_files(self.folder, steps_done)
+            log.open_files(self.folder, steps_done, evaluates_again=evaluates_again)
             for record in read_evaluations(self.folder):
                 self.evaluation_curves[record["stage"]] = (record["position_starts"], record["position_losses"])
             log.text("config", f"```toml\n{text}\n```", steps_done)

@@ -28,7 +28,7 @@ from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.runtime.consistency import check_agreement
 from torchtitan_cp.runtime.device import World, freeze_long_lived_objects, use_deterministic_kernels
 from torchtitan_cp.runtime.signals import StopSignals, any_rank
-from torchtitan_cp.runtime.watchdog import set_activity
+from torchtitan_cp.runtime.watchdog import current_activity, set_activity
 from torchtitan_cp.training import resume
 from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
 from torchtitan_cp.training.evaluator import Evaluator
@@ -84,7 +84,7 @@ class Trainer:
 
         # No time limit: rank 0 may tokenize for hours while the others wait.
         set_activity("preparing the corpus", 0, math.inf)
-        self.signals = StopSignals()
+        self.signals = StopSignals(self._announce_stop)
         with self.signals:
             corpus = prepare_corpus(config, self._stop_requested)
         self.watchdog_timeout_seconds = config.job.startup_timeout_seconds
@@ -163,7 +163,8 @@ class Trainer:
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
         self.step_runner.start_stage(self.progress.spike_history)
         self.recorder = RunRecorder(self.model, self.data_pipeline, self.metrics_logger)
-        self.recorder.start(steps_done)
+        self.recorder.start(steps_done, evaluates_again=self._is_trained() and not self._is_evaluated())
+        self.evaluator.show_progress = self.metrics_logger.console.evaluation_progress
         try:
             with self.signals:
                 self._train()
@@ -188,6 +189,7 @@ class Trainer:
 
     def _train(self) -> None:
         """Train stage by stage until the end, a stop or a halt, then save the state."""
+        [self.stopping] = any_rank(self._stop_requested(), device=self.device.device)  # before the first step
         try:
             while not (self.finished or self.stopping):
                 if self._is_evaluated():
@@ -206,8 +208,8 @@ class Trainer:
     def _run_stage(self, stage: ResolvedStage) -> None:
         """Take the remaining steps of a stage with its own process groups, frequencies and loader, then evaluate.
 
-        Returns early after a bad step, since the loader has to start again behind the skipped text. No step remains if
-        a stop interrupted the evaluation at the stage's end; then only that is done.
+        Returns early after a bad step, since the loader has to start again behind the skipped text. The last step is
+        saved before the evaluation at the stage's end. If that was interrupted, no step remains and only it is done.
         """
         begun = time.perf_counter()
         # The first step may compile.
@@ -247,11 +249,18 @@ class Trainer:
             self._save_if_due(False)
             if self.stopping:
                 return
-        if not (self._is_evaluated() or self.stopping):
-            self._evaluate(stage, batch_layout)
-        if steps_left and self._is_trained():
+        if steps_left:
             self._set_progress(read_tokens=self._read_tokens())
-        self._save_if_due(self._is_evaluated())
+            self._save_if_due(True)
+        if not (self._is_evaluated() or self.stopping):
+            self._set_activity("evaluating with the others")
+            self.metrics_logger.say(f"stage {stage.index + 1} is trained; evaluating after step {self.progress.step}")
+            self._evaluate(stage, batch_layout)
+            if self._is_evaluated() and steps_left:
+                self._count_seconds()
+                self.checkpoints.save_evaluation(self.progress)
+            else:
+                self._save_if_due(self._is_evaluated())
         if self._is_evaluated():
             self.recorder.end_stage(stage, self.progress)
 
@@ -403,6 +412,11 @@ class Trainer:
         if self._is_trained() and (result or not self.stopping):
             self._set_progress(evaluated_step=self.progress.step)
 
+    def _announce_stop(self) -> None:
+        """Log on rank 0, when it gets a stop signal, after which step the run ends."""
+        now = current_activity()
+        logger.info("asked to stop: the run ends%s (now %s)", f" after step {now.step}" * (now.step > 0), now.activity)
+
     def _stop_requested(self) -> bool:
         """Whether a signal asked this rank to stop."""
         return self.signals.received is not None
@@ -435,9 +449,13 @@ class Trainer:
             if self.world.rank == 0:
                 logger.error("NO CHECKPOINT of step %d: a weight is not finite", self.progress.step)
             return
+        self._count_seconds()
+        self.checkpoints.save(self.progress, self.model.parts, self.model.optimizers, stage_end=stage_end)
+
+    def _count_seconds(self) -> None:
+        """Note in the progress how long the run has trained and evaluated."""
         budget = self.evaluator.budget
         self._set_progress(trained_seconds=budget.trained_seconds, evaluation_seconds=budget.evaluation_seconds)
-        self.checkpoints.save(self.progress, self.model.parts, self.model.optimizers, stage_end=stage_end)
 
     def _save_the_last(self) -> None:
         """Save the state at the end of a run or before a stop, and wait until it is on disk.
@@ -445,12 +463,14 @@ class Trainer:
         Raises:
             UserError: it cannot be written.
         """
+        if self.stopping and not self.progress.step:
+            return self.metrics_logger.say("stopped by a signal before the first step; there is nothing to save")
         if self.config.checkpoint.enable:
             set_activity("waiting for the last checkpoint", self.progress.step, self.config.checkpoint.timeout_seconds)
             self.checkpoints.wait()
             # All ranks decide together: one may have lost contact at the end of a save that succeeded on the others.
             if any_rank(self.checkpoints.newest_step != self.progress.step, device=self.device.device)[0]:
-                self._save(self._is_evaluated())
+                self._save(self._is_trained())
             self.checkpoints.close()  # waits for the save
             if self.checkpoints.newest_step != self.progress.step:
                 raise UserError(

@@ -18,7 +18,7 @@ from tests.support.rank_pool import RankPool
 from torchtitan_cp.checkpoint import manifest, retention
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, verify_checkpoint
-from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, Progress
+from torchtitan_cp.checkpoint.progress import EVALUATED_FILE, PROGRESS_FILE, Progress, read_progress
 from torchtitan_cp.config.run import Checkpoint
 
 
@@ -52,6 +52,31 @@ def resume(folder: Path, settings: Checkpoint) -> CheckpointManager:
 
 def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
+
+
+def saved_evaluation(folder: Path) -> tuple[Progress, list[str], int]:
+    """A stage's end that is saved, evaluated and found again: its progress, its damage, how often it is read."""
+    settings = Checkpoint(keep=9)
+    checkpoints = CheckpointManager(folder, settings)
+    save(checkpoints, 3, stage_end=True)
+    checkpoints.save_evaluation(Progress(step=3, evaluated_step=3, short_loss=2.5))
+    save(checkpoints, 4)
+    finish(checkpoints)
+    with patch.object(retention, "compare_files", return_value=[]) as read:
+        for manager in (checkpoints, CheckpointManager(folder, settings)):
+            assert manager._retention.expired(manager.complete()) == []
+    found = CheckpointManager(folder, settings).find_newest(before=4)
+    assert found
+    return found[1], verify_checkpoint(found[0]), read.call_count
+
+
+def test_an_evaluation_is_saved_beside_the_checkpoint_of_its_step_which_counts_as_unchanged(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    for progress, damage, read in ranks(2)(saved_evaluation, tmp_path / "checkpoints"):
+        assert (progress.evaluated_step, progress.short_loss, damage, read) == (3, 2.5, [], 0)
+    (tmp_path / "checkpoints" / "step-3" / EVALUATED_FILE).write_text('{"step": 3, "eval')
+    assert read_progress(tmp_path / "checkpoints" / "step-3").evaluated_step == 0, "it is made again"
 
 
 def tensor_file(path: Path) -> Path:

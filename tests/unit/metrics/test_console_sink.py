@@ -31,6 +31,18 @@ def test_where_there_is_no_terminal_a_step_is_a_plain_line() -> None:
     assert "loss skipped" in last
 
 
+def test_an_evaluation_shows_how_far_it_is_once_in_half_a_minute_and_on_a_terminal_in_the_bar() -> None:
+    console = ConsoleSink(100, 0, enabled=True)
+    console.live = False
+    text = printed(console)
+    for done in (0, 4):
+        console.evaluation_progress("passkey at 128 tokens", done, 8)
+    assert text.getvalue() == "evaluating: passkey at 128 tokens, 0 of 8 sequences\n"
+    console.live = True
+    console.evaluation_progress("context gain", 3, 8)
+    assert console.bar.tasks[0].fields["numbers"] == "evaluating: context gain, 3 of 8 sequences"
+
+
 def test_the_table_shows_each_stage_on_a_terminal_of_80_columns() -> None:
     console = ConsoleSink(100, 0, enabled=True)
     text = printed(console, 80)

@@ -80,8 +80,8 @@ def test_lines_that_find_no_room_are_written_when_there_is_some(
 
 
 def test_a_resumed_run_knows_the_evaluations_of_the_steps_before_it(tmp_path: Path) -> None:
-    for after_step, known in ((0, []), (1, [1])):
-        sink = JsonLinesSink(tmp_path, after_step)
+    for after_step, again, known in ((0, False, []), (1, False, [1]), (3, True, [1, 2]), (4, False, [1, 2, 4])):
+        sink = JsonLinesSink(tmp_path, after_step, evaluates_again=again)
         assert [found["step"] for found in read_evaluations(tmp_path)] == known
         for step in (after_step + 1, after_step + 2):
             sink.evaluation({"step": step, "loss": 2.5})

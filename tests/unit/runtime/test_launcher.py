@@ -229,6 +229,40 @@ def test_a_stop_signal_ends_a_node_that_waits_for_a_lost_one(leaving: launcher.N
         leaving._exit_barrier()
 
 
+def test_the_first_ctrl_c_stops_the_ranks_and_the_second_ends_the_job(
+    leaving: launcher.NodeAgent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *process: sent.append(process))
+    leaving._stop(signal.SIGINT, None)
+    leaving._stop(signal.SIGINT, None)  # a wrapper passed the same press on
+    assert sent == [(2**22, signal.SIGTERM)] * 2
+    said = "SIGINT: the ranks finish their step, save and stop; Ctrl-C again ends them at once\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setattr(launcher, "SAME_PRESS_SECONDS", -1.0)
+    leaving._stop(signal.SIGTERM, None)
+    with pytest.raises(launcher.SignalException) as raised:
+        leaving._stop(signal.SIGINT, None)
+    assert raised.value.sigval == signal.SIGINT
+
+
+def test_ctrl_c_while_ranks_are_given_time_to_end_kills_them(
+    leaving: launcher.NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[int] = []
+
+    class Ranks:
+        def close(self, number: signal.Signals, timeout: int = 30) -> None:
+            closed.append(number)
+            if number == signal.SIGTERM:
+                raise launcher.SignalException("Ctrl-C", signal.SIGINT)
+
+    leaving._pcontext = Ranks()  # type: ignore[assignment]
+    with pytest.raises(launcher.SignalException):
+        leaving._shutdown()
+    assert closed == [signal.SIGTERM, signal.SIGKILL]
+
+
 @pytest.mark.parametrize(
     ("left", "exit_seconds"),
     [([launcher.RANK_0_DONE_KEY, launcher.NODES_DONE_KEY], 600.0), ([launcher.RANK_0_DONE_KEY], 0.1)],
@@ -262,7 +296,7 @@ def test_under_nohup_a_job_does_not_hear_its_terminal_go(
     finally:
         signal.signal(signal.SIGHUP, before)
     handled = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(",")
-    assert handled == ["SIGINT", "SIGQUIT", *(["SIGHUP"] if hears else [])]
+    assert handled == ["SIGQUIT", *(["SIGHUP"] if hears else [])]
 
 
 def test_a_stop_while_the_ranks_of_a_failed_attempt_end_starts_no_other() -> None:

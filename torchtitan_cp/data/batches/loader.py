@@ -29,7 +29,7 @@ SHARED_MEMORY = "/dev/shm"
 # The longest path of a socket that Linux takes, and what multiprocessing adds to the temporary folder to name one.
 SOCKET_BYTES, SOCKET_NAME = 107, "/pymp-12345678/listener-12345678"
 SHORT_FOLDERS = ("/tmp", "/var/tmp", SHARED_MEMORY)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler sends them; ranks answer them
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # of a scheduler or a terminal; ranks answer them
 READ_AHEAD = 2  # steps: one in use by the device, one waiting
 
 
@@ -138,7 +138,7 @@ def _choose_socket_folder() -> None:
 
 
 def _start_without_stop_signals(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start the loader's workers with the stop signals blocked: a scheduler may signal every process of a job.
+    """Start the loader's workers with the stop signals blocked: a scheduler or terminal signals every process of a job.
 
     The rank answers those signals, and its workers end with it. A blocked signal stays blocked in the processes that
     this one starts, also in the server that forks the workers. Python sends SIGTERM to workers that are left when it
