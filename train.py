@@ -33,7 +33,7 @@ from torchtitan_cp.planner.dry_run import dry_run, print_walks
 from torchtitan_cp.runtime.consistency import check_same_job
 from torchtitan_cp.runtime.device import World, start_ranks, stop_ranks
 from torchtitan_cp.runtime.environment import PLACE, forget_rank
-from torchtitan_cp.runtime.job_notes import ask_for_relaunch, end_job
+from torchtitan_cp.runtime.job_notes import ask_for_relaunch, end_job, note_stop
 from torchtitan_cp.runtime.lock import run_dir_lock
 from torchtitan_cp.runtime.signals import any_rank
 from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, report_lost_ranks, set_activity
@@ -113,6 +113,7 @@ def main(arguments: list[str]) -> int:
     except (UserError, ContextParallelError) as error:
         return end_job(format_error(options.config, error), BAD_INPUT)
     except PreparationStoppedError as stopped:
+        note_stop()
         if rank == 0:
             print(stopped, file=sys.stderr)
     except NonFiniteError as error:
@@ -143,7 +144,9 @@ def run(config: Config, world: World) -> bool:
                 restore_replaced(Path(settings.dump_folder, CHECKPOINTS))
             trainer = Trainer(config, world)
             trainer.run()
-            if trainer.needs_relaunch and not trainer.stopping:
+            if trainer.stopping:
+                note_stop()
+            elif trainer.needs_relaunch:
                 ask_for_relaunch()
             # Only where no rank waits for an export, which may take longer than a collective.
             return not (trainer.stopping and any_rank(watch.lost_launcher, device=world.device.device)[0])

@@ -39,11 +39,12 @@ def default_ranks() -> int:
     return int(importlib.import_module("torch").cuda.device_count()) or 2
 
 
-def load_launcher(check: list[str]) -> Any:
+def load_launcher(check: list[str], stopped_code: int = 0) -> Any:
     """Import the module that starts ranks, which takes as long as torch, while another process checks the config.
 
     Args:
         check: command that checks the config and prints what is wrong with it.
+        stopped_code: exit code after a scheduler's signal.
 
     Raises:
         SystemExit: the config would not run, or a signal came first.
@@ -54,7 +55,7 @@ def load_launcher(check: list[str]) -> Any:
         if check_process:
             check_process.kill()
         print(f"{signal.Signals(number).name}: no rank was started", file=sys.stderr, flush=True)
-        os._exit(128 + number if number == signal.SIGINT else 0)  # an import may swallow any exception
+        os._exit(128 + number if number == signal.SIGINT else stopped_code)  # an import may swallow any exception
 
     for number in SIGNALS:
         signal.signal(number, exit_before_start)
@@ -86,6 +87,13 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--nnodes", type=at_least(1), metavar="N", default=1, help="nodes (default 1)")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of node 0, the same on every node, with --nnodes")
+    parser.add_argument(
+        "--stopped-exit-code",
+        type=at_least(0),
+        metavar="CODE",
+        default=0,
+        help="exit code if a stop signal, on any node, ends the run before its end (default 0)",
+    )
     add_comparison_arguments(parser)
     options, rest = parse_with_overrides(parser, arguments)
     if options.nnodes > 1 and not options.rdzv_endpoint:
@@ -113,12 +121,13 @@ def main(arguments: list[str]) -> int:
             program += [flag, str(length)]
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # varying lengths fragment a GPU's memory less this way
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    launcher = load_launcher([sys.executable, *check])
+    launcher = load_launcher([sys.executable, *check], options.stopped_exit_code)
     ranks = options.nproc or default_ranks()
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     endpoint = options.rdzv_endpoint if nodes > 1 else launcher.LOCALHOST
-    return report_os_errors(lambda: int(launcher.launch(program, ranks, nodes, endpoint, config.job)))
+    how = {"stopped_code": options.stopped_exit_code}
+    return report_os_errors(lambda: int(launcher.launch(program, ranks, nodes, endpoint, config.job, **how)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Notes of a node's ranks to its launcher: why the job ends, or that it relaunches on another mesh.
+"""Notes of a node's ranks to its launcher: why the job ends, that it was stopped, or relaunches on another mesh.
 
 Each rank writes a note of its own to a folder that the launcher makes and removes. Without a launcher, ranks print.
 """
@@ -50,15 +50,29 @@ def end_job(message: str, code: int) -> int:
 
 def ask_for_relaunch() -> None:
     """Have the launcher start the ranks again when all have ended: the next stage needs another mesh."""
+    _touch("relaunch")
+
+
+def note_stop() -> None:
+    """Have the launcher know that a stop signal, maybe on another node, ended the run before its end."""
+    _touch("stopped")
+
+
+def _touch(name: str) -> None:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and os.environ.get("LOCAL_RANK") == "0":
-        (Path(folder) / "relaunch").touch()
+        (Path(folder) / name).touch()
 
 
 def end_notes(folder: Path) -> list[tuple[float, EndNote]]:
     """The notes of a node's ranks, each with the time it was written (Unix seconds), oldest first."""
     found = [(path.stat().st_mtime, EndNote(*json.loads(path.read_text()))) for path in folder.glob("end-*")]
     return sorted(found)
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether the ranks noted a stop, or a relaunch that is not taken yet."""
+    return (folder / "stopped").exists() or (folder / "relaunch").exists()
 
 
 def take_relaunch(folder: Path) -> bool:

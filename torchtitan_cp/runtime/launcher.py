@@ -43,7 +43,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.run import Job
 from torchtitan_cp.runtime.environment import LAUNCHER_VARIABLE
-from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote, end_notes, take_relaunch
+from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote, end_notes, is_unfinished, take_relaunch
 from torchtitan_cp.runtime.nodes import ask, is_own, own_address, route_to
 from torchtitan_cp.runtime.signals import SAME_PRESS_SECONDS, STOP
 from torchtitan_cp.runtime.watchdog import LOST_RANK
@@ -72,14 +72,16 @@ class NodeAgent(LocalElasticAgent):
         spec: what the agent starts, how often, and where nodes meet.
         notes: folder of the ranks' notes.
         stopping: set when a stop signal comes.
+        stopped_code: exit code of a job that such a signal ends while no rank runs.
     """
 
     _store: Any
     _stopped_at: float  # time.monotonic() at the first stop signal
 
-    def __init__(self, spec: WorkerSpec, notes: Path, stopping: threading.Event) -> None:
+    def __init__(self, spec: WorkerSpec, notes: Path, stopping: threading.Event, stopped_code: int) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(notes)))
-        self.notes, self.stopping, self.ranks = notes, stopping, dict[int, int]()
+        self.notes, self.stopping, self.stopped_code = notes, stopping, stopped_code
+        self.ranks = dict[int, int]()
         for number in STOP:
             signal.signal(number, self._stop)
 
@@ -98,11 +100,11 @@ class NodeAgent(LocalElasticAgent):
             with suppress(OSError):  # the process that reads the output may have got the signal too
                 print("\n" * sys.stderr.isatty() + told, file=sys.stderr)  # below the ranks' progress bar
         if not self.ranks:
-            raise JobEndedError(EndNote(0, ""))
+            raise JobEndedError(EndNote(self.stopped_code, ""))
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         if self.stopping.is_set():  # the signal came after a failed attempt
-            raise JobEndedError(EndNote(0, ""))
+            raise JobEndedError(EndNote(self.stopped_code, ""))
         spec = worker_group.spec
         if restarts := spec.max_restarts - self._remaining_restarts:
             print(f"all ranks start again, {restarts} of {spec.max_restarts} times", file=sys.stderr)
@@ -144,6 +146,8 @@ class NodeAgent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Wait for the other nodes, as this one may hold the job's store. torch's own barrier blocks signals."""
+        if not is_unfinished(self.notes):
+            self.stopped_code = 0
         store, group, self.ranks = self._store, self._worker_group, {}  # without ranks a signal ends the job at once
         limits = {RANK_0_DONE_KEY: (1, EXPORT_SECONDS), NODES_DONE_KEY: (group.group_world_size, EXIT_SECONDS)}
         if not ask(
@@ -179,7 +183,7 @@ class NodeAgent(LocalElasticAgent):
         self.ranks = {}
 
 
-def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: Job) -> int:
+def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: Job, *, stopped_code: int = 0) -> int:
     """Run a Python program on this node's ranks until the job ends. Returns its exit code.
 
     Args:
@@ -188,6 +192,7 @@ def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: J
         nodes: of the job; endpoint: HOST:PORT where they meet.
         job: [job], which says how long nodes wait for each other and how often all ranks start again after one crashed
             or hung. Its folder distinguishes this job from another one at the same endpoint.
+        stopped_code: exit code if a stop signal, on any node, ends the run before its end.
     """
     for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
@@ -201,7 +206,7 @@ def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: J
         for number in itertools.count():
             meeting = RendezvousParameters("c10d", endpoint, f"launch-{number}", nodes, nodes)
             meeting.config |= {"join_timeout": math.ceil(job.startup_timeout_seconds), "folder": job.dump_folder}
-            if note := _run(program, ranks, job.max_restarts, meeting, Path(notes)):
+            if note := _run(program, ranks, job.max_restarts, meeting, Path(notes), stopped_code):
                 if note.message and sys.stdout.isatty():  # below the progress bar that a killed rank could not remove
                     print(SHOW_CURSOR, flush=True)
                 if note.message:
@@ -211,7 +216,12 @@ def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: J
 
 
 def _run(
-    program: Sequence[str], ranks: int, max_restarts: int, meeting: RendezvousParameters, notes: Path
+    program: Sequence[str],
+    ranks: int,
+    max_restarts: int,
+    meeting: RendezvousParameters,
+    notes: Path,
+    stopped_code: int = 0,
 ) -> EndNote | None:
     """Run the ranks until the job ends. Returns None if they asked for a relaunch."""
     handler, stopping = None, threading.Event()
@@ -219,11 +229,12 @@ def _run(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         handler = _join(meeting, stopping)
         spec = WorkerSpec("trainer", ranks, handler, None, sys.executable, ("-u", *program), max_restarts)
-        result = NodeAgent(spec, notes, stopping).run()
+        result = NodeAgent(spec, notes, stopping, stopped_code).run()
         if result.state == WorkerState.UNHEALTHY:  # stuck in the kernel, where a variable of torch 2.13 asks for that
             return EndNote(1, "error: a rank is stuck; the launcher's log above says where")
         if not result.is_failed():
-            return None if take_relaunch(notes) and not stopping.is_set() else EndNote(0, "")
+            stopped = is_unfinished(notes)
+            return None if take_relaunch(notes) and not stopping.is_set() else EndNote(stopped_code * stopped, "")
         error = ChildFailedError(program[0], result.failures)
         code = max(1, error.get_first_failure()[1].exitcode)
         lost = f"error: ranks were lost, as said above; job.max_restarts = {max_restarts} are used up; {RESUMES}"

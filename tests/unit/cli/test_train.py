@@ -41,7 +41,9 @@ class Launcher:
     def __init__(self) -> None:
         self.jobs: list[tuple[list[str], int, dict[str, object]]] = []
 
-    def launch(self, program: list[str], ranks: int, nodes: int, endpoint: str, job: Job) -> int:
+    def launch(
+        self, program: list[str], ranks: int, nodes: int, endpoint: str, job: Job, *, stopped_code: int = 0
+    ) -> int:
         limits = {"max_restarts": job.max_restarts, "join_seconds": job.startup_timeout_seconds}
         self.jobs.append((program, ranks, {"nodes": nodes, "endpoint": endpoint, **limits}))
         return 0
@@ -52,7 +54,7 @@ def started(
 ) -> tuple[list[str], tuple[list[str], int, dict[str, object]]]:
     """The command of the check, and what the launcher is asked for."""
     launcher, checks = Launcher(), []
-    monkeypatch.setattr(command, "load_launcher", lambda check: checks.append(check) or launcher)
+    monkeypatch.setattr(command, "load_launcher", lambda check, stopped_code: checks.append(check) or launcher)
     assert command.main(arguments) == 0
     [check], [job] = checks, launcher.jobs
     return check, job

@@ -50,6 +50,33 @@ def test_a_job_whose_ranks_do_not_answer_has_not_succeeded(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+@pytest.mark.parametrize(
+    ("noted", "asked_to_stop", "code"),
+    [("stopped", False, 143), ("", True, 0), ("relaunch", True, 143), ("relaunch", False, None)],
+)
+def test_a_run_that_a_signal_ended_before_its_end_has_the_code_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, noted: str, asked_to_stop: bool, code: int | None
+) -> None:
+    class Agent:
+        def __init__(self, spec: object, notes: Path, stopping: threading.Event, stopped_code: int) -> None:
+            if noted:
+                (notes / noted).touch()
+            if asked_to_stop:
+                stopping.set()
+
+        def run(self) -> RunResult:
+            return RunResult(WorkerState.SUCCEEDED)
+
+    monkeypatch.setattr(launcher, "NodeAgent", Agent)
+    meeting = launcher.RendezvousParameters("c10d", launcher.LOCALHOST, "test", 1, 1, join_timeout=60, folder="run")
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        note = launcher._run(["train.py"], 1, 0, meeting, tmp_path, 143)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert (note.code if note else None) == code
+
+
 @pytest.fixture
 def meeting(monkeypatch: pytest.MonkeyPatch) -> launcher.RendezvousParameters:
     """The second of two nodes, in a network where names mean what `route_to` says."""
@@ -178,11 +205,12 @@ def test_nodes_that_lose_each_other_end_with_the_code_of_a_lost_rank(
 
 
 @pytest.fixture
-def leaving() -> Iterator[launcher.NodeAgent]:
+def leaving(tmp_path: Path) -> Iterator[launcher.NodeAgent]:
     """The agent of the second of two nodes, whose ranks have ended."""
     agent = launcher.NodeAgent.__new__(launcher.NodeAgent)
     agent._store, agent._worker_group = HashStore(), SimpleNamespace(group_rank=1, group_world_size=2)  # type: ignore
     agent.stopping, agent.ranks = threading.Event(), {0: 2**22}
+    agent.notes, agent.stopped_code = tmp_path, 143
     before = signal.signal(signal.SIGTERM, agent._stop)
     yield agent
     signal.signal(signal.SIGTERM, before)
@@ -225,8 +253,9 @@ def test_ranks_end_soon_after_another_node_has_ended_the_job_but_not_when_it_has
 
 def test_a_stop_signal_ends_a_node_that_waits_for_a_lost_one(leaving: launcher.NodeAgent) -> None:
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with pytest.raises(launcher.JobEndedError):
+    with pytest.raises(launcher.JobEndedError) as ended:
         leaving._exit_barrier()
+    assert ended.value.args[0].code == 0, "its ranks have finished"
 
 
 def test_the_first_ctrl_c_stops_the_ranks_and_the_second_ends_the_job(
@@ -301,11 +330,11 @@ def test_under_nohup_a_job_does_not_hear_its_terminal_go(
 
 def test_a_stop_while_the_ranks_of_a_failed_attempt_end_starts_no_other() -> None:
     agent = object.__new__(launcher.NodeAgent)
-    agent.stopping = threading.Event()
+    agent.stopping, agent.stopped_code = threading.Event(), 143
     agent.stopping.set()
     with pytest.raises(launcher.JobEndedError) as ended:
         agent._rendezvous(None)  # type: ignore[arg-type]
-    assert ended.value.args[0].code == 0
+    assert ended.value.args[0].code == 143
 
 
 class Gone(io.StringIO):
