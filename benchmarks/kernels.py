@@ -20,11 +20,11 @@ from torchtitan_cp.attention.kernels import KERNELS, Kernel, ScoreMod
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
 from torchtitan_cp.attention.plan import busiest_rank
+from torchtitan_cp.attention.ring_cost import BACKWARD_FLOPS, FORWARD_FLOPS
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.strategy import KeyBlock, add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import ALL_ROWS, FULL, Tile
 
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and dim: two products forward, five backward
 Steps = list[tuple[int, tuple[Tile, ...]]]  # (rows of K and V, tiles)
 
 

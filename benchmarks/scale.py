@@ -12,15 +12,10 @@ from benchmarks.plan import draw_lengths
 from models.llama import FLAVORS
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.plan import ring_steps
+from torchtitan_cp.attention.ring_cost import BACKWARD_FLOPS, FORWARD_FLOPS
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
-from torchtitan_cp.planner.strategy_costs import (
-    BACKWARD_FLOPS,
-    FORWARD_FLOPS,
-    Heads,
-    Rates,
-    busiest_layer,
-)
+from torchtitan_cp.planner.strategy_costs import Heads, Rates, busiest_layer
 
 STRATEGIES = ("ring", "all_gather", "all_to_all", "hybrid")
 

@@ -11,10 +11,11 @@ from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import gather, open_groups
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
-from torchtitan_cp.attention.layouts import NODE_RANKS, ROW_PAIRS, RowPairs, check_layout, make_layout
+from torchtitan_cp.attention.layouts import NODE_RANKS, check_layout, make_layout
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import attention
 from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.ring_cost import ROW_PAIRS, RowPairs
 from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, ranks_trading_heads
 
 # Per format of q, k and v: the functions to [B, S/P, H, D] and back.

@@ -30,6 +30,15 @@ class Codec:
     dtype: torch.dtype | None = None
     scale_elements: int = 0
 
+    def row_bytes(self, elements: int, element_bytes: int) -> int:
+        """Bytes of one token's K and V of one head.
+
+        Args:
+            elements: Dqk + Dv; element_bytes: of the dtype of k and v.
+        """
+        value_bytes = self.dtype.itemsize if self.dtype else element_bytes
+        return value_bytes * (elements + 2 * self.scale_elements)
+
     def new_message(self, rows: int, k: Tensor, v: Tensor) -> Tensor:
         """An empty message to receive `rows` rows into."""
         row_elements = k.shape[3] + v.shape[3] + 2 * self.scale_elements

@@ -1,6 +1,6 @@
 """Messages between the ranks of a group: everything that attention sends goes through `Group`.
 
-Only the doctor sends more, Python objects; see recording.py.
+Only a comparison with one process sends more, Python objects; see comparison.py and recording.py.
 """
 
 import math

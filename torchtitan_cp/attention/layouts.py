@@ -9,20 +9,14 @@ from typing import Any
 from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.documents import assign_documents
 from torchtitan_cp.attention.errors import LayoutError, check_name
-from torchtitan_cp.attention.layout import Layout, documents_of, pairs_before, rank_areas, rows_sent
+from torchtitan_cp.attention.layout import Layout, pairs_before, rank_areas
 from torchtitan_cp.attention.mask import AttentionMask
-from torchtitan_cp.attention.tiles import count_pairs
+from torchtitan_cp.attention.ring_cost import ROW_PAIRS, RowPairs, relative_time
 
 MAX_CHUNKS = 64
 # Each further chunk of a rank counts as this fraction of its work, since smaller chunks make smaller tiles.
 CHUNK_COST = 0.005
-# Pairs that a rank computes while a row of keys and values travels (within a node, to another one): 32 query and 8 key
-# heads of 128 in bf16 at 400 TFLOP/s, and 400 or 50 GB/s.
-RowPairs = tuple[float, float]
-ROW_PAIRS: RowPairs = (250, 2000)
 NODE_RANKS = 8
-# In rings of at most this many ranks `relative_time` counts the messages of each step; in larger ones their total.
-STEP_RANKS = 16
 # A layout with this `relative_time` is taken without trying others. The second number applies where ranks times
 # documents exceed MANY, and trying others takes long.
 ACCEPTED, ACCEPTED_OF_MANY, MANY = 1.06, 1.25, 8_000
@@ -153,57 +147,6 @@ def documents(
             if time < fastest_time:
                 fastest, fastest_time = layout, time
     return fastest
-
-
-def relative_time(
-    layout: Layout, mask: AttentionMask, sequence_length: int, ranks_per_node: int, row_pairs: RowPairs = ROW_PAIRS
-) -> float:
-    """Time of the busiest rank in a ring, for its pairs and messages, over the time of an even share of the pairs.
-
-    With up to `STEP_RANKS` ranks, a message travels while the step before it is computed, and the rank waits for the
-    rest. With more ranks, messages are assumed to overlap with any step: a rank's time is the longer of both sums.
-    """
-    areas, (within, across) = rank_areas(layout, mask, sequence_length), row_pairs
-    if layout.ranks > STEP_RANKS:
-        sent, crossing = rows_sent(layout, mask, sequence_length, ranks_per_node)
-        times = [max(area, across * far, within * rows) for area, far, rows in zip(areas, crossing, sent, strict=True)]
-    else:
-        waits = _message_waits(layout, mask, sequence_length, areas, ranks_per_node, row_pairs)
-        times = [area + wait for area, wait in zip(areas, waits, strict=True)]
-    return max(times) * layout.ranks / (sum(areas) or 1)
-
-
-def _message_waits(
-    layout: Layout,
-    mask: AttentionMask,
-    sequence_length: int,
-    areas: list[int],
-    ranks_per_node: int,
-    row_pairs: RowPairs,
-) -> list[float]:
-    """How long each rank of a ring waits for messages, as the number of pairs that it could compute meanwhile."""
-    ranks, band = layout.ranks, mask.band
-    pairs = [[0] * ranks for _ in range(ranks)]  # that a reader computes in a step
-    costs = [[0.0] * ranks for _ in range(ranks)]  # of the message that a source sends in a step
-    for _, segments in documents_of(layout, mask, sequence_length):
-        for number, (source, _, start, stop) in enumerate(segments if len(segments) > 1 else ()):
-            readers = set()
-            for reader, _, first, last in segments[number if band.high == 0 else 0 :]:
-                step = (reader - source) % ranks
-                if step and (step_pairs := count_pairs(last - first, stop - start, band, start - first)):
-                    pairs[reader][step] += step_pairs
-                    if reader not in readers:
-                        crosses_nodes = reader // ranks_per_node != source // ranks_per_node
-                        costs[source][step] += (stop - start) * row_pairs[crosses_nodes]
-                        readers.add(reader)
-    waits = [0.0] * ranks
-    for rank in range(ranks):
-        overlapped = areas[rank] - sum(pairs[rank])  # the first message travels while the rank computes its own keys
-        for step in range(1, ranks):
-            cost = max(costs[rank][step], costs[rank - step][step])
-            waits[rank] += max(0.0, cost - overlapped)
-            overlapped = pairs[rank][step]
-    return waits
 
 
 def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int) -> Iterator[Layout]:

@@ -1,7 +1,7 @@
 """Records what a model does in one step: inputs and outputs of its modules, and the attention calls that reach us."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchtitan_cp.attention.comparison import Quantity, Trace
 from torchtitan_cp.attention.linear.convolution import CONVOLUTION
 from torchtitan_cp.attention.linear.operator import DELTA_RULE
 from torchtitan_cp.attention.operator import OPERATOR, with_exchange
@@ -19,7 +20,6 @@ from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
 
 SKETCH = 8  # features are recorded as this many random combinations
-Event = tuple[str, str]  # name of the module; "in", "out", or "q", "k", "v" of its attention
 
 
 class CallInfo(NamedTuple):
@@ -38,46 +38,26 @@ class CallInfo(NamedTuple):
 
 
 @dataclass
-class Trace:
+class ModuleTrace(Trace):
     """What one step did.
 
     Attributes:
-        events: inputs and outputs of modules, in order, as sketches `[B, S/P, 8]`; q, k, v `[B, S/P, H, D]`.
+        events: inputs and outputs of modules ("in", "out") as sketches `[B, S/P, 8]`, and "q", "k" and "v" of their
+            attention, `[B, S/P, H, D]`.
         calls: the first attention call of each module that reached us.
         attending: modules that computed a softmax or another attention.
         first: the first module, and how many tokens of a sequence its output has.
-        loss: this rank's share; peak_bytes: the memory that the step adds; error: what the step raised.
     """
 
-    events: dict[Event, Tensor] = field(default_factory=dict)
     calls: dict[str, CallInfo] = field(default_factory=dict)
     attending: set[str] = field(default_factory=set)
     first: tuple[str, float] | None = None
-    loss: float = 0.0
-    peak_bytes: int = 0
-    error: str = ""
-
-
-class ModelRun(NamedTuple):
-    """A way to run the model.
-
-    Attributes:
-        step: (position whose token is changed in the first sequence, or None) -> share of the loss. A forward, and a
-            backward if gradients are enabled.
-        gradients: returns full gradients by name on the host, and frees the model's. Collective on ranks.
-        measure_peak: starts measuring memory; the returned function gives the peak beyond what was held, in bytes.
-    """
-
-    model: nn.Module
-    step: Callable[[int | None], Any]
-    gradients: Callable[[], dict[str, Tensor]]
-    measure_peak: Callable[[], Callable[[], int]]
 
 
 class _Recorder(TorchDispatchMode):
-    """Fills a trace while it is active; see `record`."""
+    """Fills a trace while it is active; see `record_modules`."""
 
-    def __init__(self, model: nn.Module, trace: Trace, sequences: int, tokens: int, own_values: bool) -> None:
+    def __init__(self, model: nn.Module, trace: ModuleTrace, sequences: int, tokens: int, own_values: bool) -> None:
         super().__init__()
         self.names = {module: name for name, module in model.named_modules()}
         self.trace, self.sequences, self.tokens, self.own_values = trace, sequences, tokens, own_values
@@ -147,38 +127,37 @@ def sketch(rows: Tensor) -> Tensor:
     return rows.float() @ torch.randn(rows.shape[-1], SKETCH, generator=generator).to(rows.device)
 
 
-def record(run: ModelRun, sequences: int, tokens: int, changed: int | None = None, own_values: bool = False) -> Trace:
-    """Run a step and record it.
+@contextmanager
+def record_modules(
+    parts: Sequence[nn.Module], *, sequences: int, tokens: int, own_values: bool = False
+) -> Iterator[ModuleTrace]:
+    """Record a module's next step; an exception of it ends the step and is noted in the trace.
 
     Args:
+        parts: the module, alone.
         sequences: B.
         tokens: of each sequence on this rank.
         own_values: every attention that reaches us returns its v; only without gradients.
     """
-    trace, peak_bytes = Trace(), run.measure_peak()
-    recorder = _Recorder(run.model, trace, sequences, tokens, own_values)
+    (model,), trace = parts, ModuleTrace()
+    recorder = _Recorder(model, trace, sequences, tokens, own_values)
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(recorder.enter).remove)
         stack.callback(register_module_forward_hook(recorder.leave, with_kwargs=True).remove)
         stack.enter_context(recorder)
         try:
-            trace.loss = float(run.step(changed))
+            yield trace
         except Exception as error:
             trace.error = f"{type(error).__name__}: {error}"
-    trace.peak_bytes = peak_bytes()
-    return trace
 
 
-def gather_trace(trace: Trace, plan: Plan, ranks: list[int]) -> Trace:
-    """The trace of the whole sequence, from the traces of its ranks. Collective over all ranks of the job."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, trace)
-    shards: list[Trace] = [everyone[rank] for rank in ranks]
+def gather_modules(trace: ModuleTrace, plan: Plan, ranks: list[int]) -> dict[Quantity, Tensor]:
+    """The events of whole sequences, from those of the ranks that share them. Collective over all ranks of the job."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, trace.events)
+    shards: list[dict[Quantity, Tensor]] = [by_rank[rank] for rank in ranks]
     # The plans of the model's calls say where tokens lie; with a wrong mask that may be another layout.
     plans = [call.plan for call in trace.calls.values() if call.plan.sequence_length == plan.sequence_length]
     order = torch.cat([[*plans, plan][0].layout.positions(rank) for rank in range(plan.ranks)]).argsort()
-    common = [key for key in trace.events if all(key in shard.events for shard in shards)]
-    trace.events = {key: torch.cat([shard.events[key] for shard in shards], 1)[:, order] for key in common}
-    trace.loss, trace.peak_bytes = sum(shard.loss for shard in shards), max(shard.peak_bytes for shard in shards)
-    trace.error = next((shard.error for shard in shards if shard.error), "")
-    return trace
+    common = [key for key in trace.events if all(key in shard for shard in shards)]
+    return {key: torch.cat([shard[key] for shard in shards], 1)[:, order] for key in common}

@@ -4,6 +4,7 @@ from collections import Counter
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torchtitan_cp.attention.ring_cost import BACKWARD_FLOPS, FORWARD_FLOPS
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.metrics.throughput import flops_per_token
@@ -13,7 +14,7 @@ from torchtitan_cp.planner.host import host_memory
 from torchtitan_cp.planner.memory import Memory, block_bytes, kept_bytes, rank_memory
 from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
-from torchtitan_cp.planner.strategy_costs import BACKWARD_FLOPS, FORWARD_FLOPS, FP32_BYTES, STRATEGY_COSTS, LayerCost
+from torchtitan_cp.planner.strategy_costs import FP32_BYTES, STRATEGY_COSTS, LayerCost
 from torchtitan_cp.training.resolve import resolve_run
 
 SECONDS_A_DAY = 86400

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
+from torchtitan_cp.attention.ring_cost import BACKWARD_FLOPS, FORWARD_FLOPS
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.metrics.throughput import find_peak
 from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH, Accelerator
-from torchtitan_cp.planner.strategy_costs import BACKWARD_FLOPS, FORWARD_FLOPS
 from torchtitan_cp.runtime.device import Device, find_device
 
 TOKENS = {"cpu": 4096, "cuda": 16384}  # most tokens of the tensors here; fewer leave a GPU idle

@@ -11,14 +11,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
+from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.mask import count_rows
 from torchtitan_cp.attention.plan import busiest_rank
+from torchtitan_cp.attention.ring_cost import BACKWARD_FLOPS, FORWARD_FLOPS, RowPairs, pairs_per_row, waiting_time
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
 from torchtitan_cp.planner.devices import BANDWIDTH, Cluster
 
 FP32_BYTES = 4  # gradients travel and are summed in fp32
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # a pair and dim of a head: 2 products forward, 5 backward (scores again)
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ class Heads:
     float8: bool = False
 
     @property
-    def kv_row_bytes(self) -> float:
+    def kv_row_bytes(self) -> int:
         """Bytes of one row of K and V as they travel."""
-        return self.key * 2 * (self.dim + FP32_BYTES if self.float8 else self.dim * self.element_bytes)
+        return self.key * CODECS["float8" if self.float8 else "exact"].row_bytes(2 * self.dim, self.element_bytes)
 
     @property
     def gradient_row_bytes(self) -> int:
         """Bytes of one row of dK and dV, which travel in fp32."""
-        return self.key * 2 * self.dim * FP32_BYTES
+        return self.key * CODECS["exact"].row_bytes(2 * self.dim, FP32_BYTES)
 
     def after_all_to_all(self, ranks: int) -> "Heads":
         """The heads that a rank computes after an all-to-all of so many ranks, with padding and copies."""
@@ -78,11 +79,11 @@ class Rates:
     backward: float
     stride: int
 
-    def row_pairs(self, heads: Heads) -> tuple[float, float]:
+    def row_pairs(self, heads: Heads) -> RowPairs:
         """Pairs that a rank computes while a row of keys and values travels: within a node, and to another one."""
-        device, pair = self.cluster.accelerator, FORWARD_FLOPS * heads.query * heads.dim / self.forward
-        row = heads.kv_row_bytes / BANDWIDTH / pair
-        return row / device.link_bandwidth, row / device.network_bandwidth
+        device, pair_flops = self.cluster.accelerator, FORWARD_FLOPS * heads.query * heads.dim
+        bandwidths = BANDWIDTH * device.link_bandwidth, BANDWIDTH * device.network_bandwidth
+        return pairs_per_row(heads.kv_row_bytes, pair_flops, self.forward, bandwidths)
 
 
 Messages = tuple[float, float, float, float]  # the last four of a LayerCost
@@ -151,15 +152,13 @@ def _ring_messages(plan: Plan, heads: Heads, rates: Rates, forward: list[float],
 
     # The keys and gradients of the first step do not travel.
     rows = [0, *(max(count_rows(step.send), count_rows(step.receive)) for step in steps[1:])]
-    waits = [all_to_all_seconds, all_to_all_seconds]
-    for following, previous, forward_seconds, backward_seconds in zip(
-        [*rows[1:], 0], [0, *rows[:-1]], forward, backward, strict=True
-    ):
-        arriving = following * heads.kv_row_bytes
-        waits[0] += max(0.0, seconds(arriving) - forward_seconds)
-        waits[1] += max(0.0, seconds(arriving + previous * heads.gradient_row_bytes) - backward_seconds)
-    waits[1] += seconds(rows[-1] * heads.gradient_row_bytes)
-    return qkv + out + log_sum_exp + keys, out + qkv + keys + returned, waits[0], waits[1]
+    arriving = [following * heads.kv_row_bytes for following in [*rows[1:], 0]]
+    leaving = [previous * heads.gradient_row_bytes for previous in [0, *rows]]
+    forward_wait = waiting_time([*map(seconds, arriving)], forward)
+    both = [seconds(keys + gradients) for keys, gradients in zip(arriving, leaving[:-1], strict=True)]
+    backward_wait = waiting_time(both, backward) + seconds(leaving[-1])
+    waits = all_to_all_seconds + forward_wait, all_to_all_seconds + backward_wait
+    return qkv + out + log_sum_exp + keys, out + qkv + keys + returned, *waits
 
 
 def _ring_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) -> float:

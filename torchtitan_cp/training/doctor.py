@@ -1,31 +1,28 @@
 """The doctor of a config: compares its model on ranks that share one sequence with the same model in one process."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
-from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.attention import AttentionMask
+from torchtitan_cp.attention.comparison import ModelRun
 from torchtitan_cp.attention.doctor import examine, raised_weights
-from torchtitan_cp.attention.recording import ModelRun
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.data.batches.micro_batches import Samples, read_step
+from torchtitan_cp.data.batches.micro_batches import Samples
 from torchtitan_cp.data.batches.samples import PackedSequence
 from torchtitan_cp.runtime.device import World
-from torchtitan_cp.training import parity
 from torchtitan_cp.training.model import LayerAttention
-from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.resolve import doctor_config
+from torchtitan_cp.training.short_step import ShortStep, check_fits, shorten
 from torchtitan_cp.training.trainer import Trainer
 
 DOCTOR_TOKENS, MIN_TOKENS = 256, 16
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProbeSamples:
     """A stage's sequences, cut into documents of these lengths, with labels on their last two thirds.
 
@@ -63,49 +60,28 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         ConfigError: the unsharded model does not fit on one rank, or the sequence is too short for documents.
     """
     trainer = Trainer(doctor_config(config, world.size), world, trains=False)
-    parity.check_fits(trainer)
+    check_fits(trainer)
     # A window that is as long as the stage's sequences masks nothing.
     windows = (mixer.window for mixer in trainer.model.args.mixers if mixer.window < trainer.stages[-1].seq_len)
     largest = max(windows, default=0)
-    stage = parity.shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
+    stage = shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
     if stage.seq_len < MIN_TOKENS:
         raise ConfigError(
             f"the doctor cuts a sequence into documents, for which {stage.seq_len} tokens are too few",
             fix=f"give it a length: --doctor {DOCTOR_TOKENS}",
         )
-    layout, peak = trainer.enter_stage(stage), partial(parity.measure_peak, trainer.device)
+    layout = trainer.enter_stage(stage)
     parts = (7, stage.seq_len // 8, 1)
     lengths = (*parts, stage.seq_len - sum(parts))
-    mask = AttentionMask(document_lengths=(lengths,))
-    plans, plans_of_one = layout.plans(mask), replace(layout, make_plan=make_plan).plans(mask)
-    documents = torch.repeat_interleave(torch.tensor(lengths, device=trainer.device.device)).unsqueeze(0)
-    samples = ProbeSamples(trainer.data_pipeline.samples, lengths)
-    trainer.data_pipeline.samples = samples  # type: ignore[assignment]
-
-    def step(changed: int | None) -> float:
-        samples.changed = changed
-        (batch,) = read_step(samples, layout, 0)
-        if torch.is_grad_enabled():
-            return trainer.forward_backward((batch,)).loss / world.size
-        trainer.model.forward(batch, trainer.model.token_loss)
-        return 0.0
-
-    def one_process(plans: Any = None) -> ModelRun:
-        attention = LayerAttention() if plans else PlainAttention()
-        model = parity.single_model(trainer, stage, weights, attention, torch.float32)
-        native_attention = nullcontext if plans else getattr(model, "native_attention", nullcontext)
-
-        def step(changed: int | None) -> float:
-            samples.changed = changed
-            with native_attention(documents):
-                return parity.single_loss(trainer, layout, model, attention, plans)
-
-        return ModelRun(model, step, lambda: parity.gradients_of(model), peak)
-
+    plan = layout.plans(AttentionMask(document_lengths=(lengths,)))[0]
+    samples = partial(ProbeSamples, trainer.data_pipeline.samples, lengths)
     with raised_weights(trainer.model.parts.parameters()):
-        weights = parity.gather(trainer, lambda p: p)
-        ranks = ModelRun(trainer.model.parts[0], step, lambda: parity.gather(trainer, lambda p: p.grad), peak)
-        report = examine(plans[0], ranks, lambda: (one_process(), one_process(plans_of_one)), 1, [*range(world.size)])
+        short_step = ShortStep(trainer, stage, layout, samples)
+
+        def single() -> tuple[ModelRun, ModelRun]:
+            return short_step.in_one_process(torch.float32), short_step.in_one_process(torch.float32, LayerAttention())
+
+        report = examine(plan, short_step.on_ranks(), single, 1, [*range(world.size)])
     if world.rank == 0:
         if probe := getattr(trainer.model.args, "probe", None):
             rotaries = " and ".join(f"{dims} dims of a head by {name}" for name, dims in probe.rotaries.items())

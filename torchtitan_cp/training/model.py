@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_cp import attention
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan
-from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.attention.local_shard import local_tensor
+from torchtitan_cp.attention.ring_cost import assumed_pairs_per_row
 from torchtitan_cp.attention.strategies import log_choice
 from torchtitan_cp.config.contract import Head, LanguageModel, ModelArgs
 from torchtitan_cp.config.rope import Rope
@@ -201,10 +201,9 @@ class ParallelModel:
         whole_mesh = self.meshes.for_cp(stage.cp) if has_states or not hybrid else None
         cp_mesh: Any = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else whole_mesh
         names = (stage.strategies[0], settings.kernel, settings.layout, settings.kv_transfer)
-        # ROW_PAIRS assumes 4 query heads for each key head.
-        within, across = (pairs * 4 * self.args.n_kv_heads / self.args.n_heads for pairs in ROW_PAIRS)
         node = max(1, self.world.ranks_per_node // stage.tp)
-        context_parallel = ContextParallel(cp_mesh, *names, node, (within, across), whole_mesh if hybrid else None)
+        row_pairs = assumed_pairs_per_row(self.args.n_heads, self.args.n_kv_heads)
+        context_parallel = ContextParallel(cp_mesh, *names, node, row_pairs, whole_mesh if hybrid else None)
         self._log_choices(stage)
         for part in self.parts:
             set_rope(part, self.args, stage.rope, stage.seq_len, self.device)

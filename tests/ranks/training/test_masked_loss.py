@@ -22,9 +22,9 @@ from torchtitan_cp.data.batches.samples import PackedSequence, Span, held_out_sa
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.metrics.console_sink import ConsoleSink
 from torchtitan_cp.metrics.jsonl_sink import read_evaluations
-from torchtitan_cp.training import parity
 from torchtitan_cp.training.evaluator import resized
 from torchtitan_cp.training.plain_attention import PlainAttention
+from torchtitan_cp.training.short_step import gather, single_model
 
 S = 128
 LENGTHS = (5, 70, 1, S - 76)
@@ -103,7 +103,7 @@ def compare(path: Path, cases: Sequence[tuple[str, str]], *overrides: str) -> No
     trainer = prepared(path, *overrides)
     stage, config = trainer.stages[0], trainer.config
     layout, samples = trainer.enter_stage(stage), trainer.data_pipeline.samples
-    model = parity.single_model(trainer, stage, parity.gather(trainer, lambda p: p), PlainAttention(), torch.float64)
+    model = single_model(trainer, stage, gather(trainer, lambda p: p), PlainAttention(), torch.float64)
     for normalization, case in cases:
         documents = Conversations(samples, kept_labels(case, samples, layout, stage.cp))
         rows = [documents.sequence(number) for number in range(layout.sequences)]
@@ -250,8 +250,8 @@ def held_out_by_hand(path: Path) -> tuple[float, list[list[float]]]:
     trainer = prepared(path, *CONVERSATIONS)
     stage, pipeline = trainer.stages[0], trainer.data_pipeline
     trainer.enter_stage(stage)
-    weights = parity.gather(trainer, lambda p: p)
-    model = parity.single_model(trainer, stage, weights, PlainAttention(), torch.float64)
+    weights = gather(trainer, lambda p: p)
+    model = single_model(trainer, stage, weights, PlainAttention(), torch.float64)
     name, stream = next(iter(pipeline.held_out)), masked(held_out_stream())
     samples = held_out_samples({name: stream}, S, pipeline.stage_data(stage), 4)
     total, by_turn = np.zeros(2), np.zeros((2, 5))

@@ -9,8 +9,9 @@ from benchmarks.plan import draw_lengths
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.documents import assign_documents
 from torchtitan_cp.attention.layout import Layout, rank_areas, rows_sent
-from torchtitan_cp.attention.layouts import ACCEPTED, balanced, documents, make_layout, relative_time, zigzag
+from torchtitan_cp.attention.layouts import ACCEPTED, balanced, documents, make_layout, zigzag
 from torchtitan_cp.attention.mask import UNBOUNDED, count_rows
+from torchtitan_cp.attention.ring_cost import relative_time
 
 TWO_LONG = AttentionMask(document_lengths=((10_000, 55_536), (40_000, 1536, 24_000)))
 WINDOWS = {"causal": (True, UNBOUNDED), "bidirectional": (False, UNBOUNDED), "window": (True, (40, -1))}

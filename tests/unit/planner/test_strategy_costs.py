@@ -9,7 +9,7 @@ from benchmarks.scale import mask_pairs
 from benchmarks.simulation import simulate
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
-from torchtitan_cp.attention.layouts import ROW_PAIRS
+from torchtitan_cp.attention.ring_cost import ROW_PAIRS
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
 from torchtitan_cp.planner.devices import make_cluster

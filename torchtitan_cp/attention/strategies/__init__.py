@@ -20,6 +20,7 @@ from functools import lru_cache
 from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.ring_cost import CAUSAL_FRACTION
 from torchtitan_cp.attention.strategies import all_gather, all_to_all, ring
 from torchtitan_cp.attention.strategies.strategy import Strategy
 
@@ -80,4 +81,4 @@ def log_choice(chosen: str, query_heads: int, key_heads: int, ranks: int, band: 
 
 def _volume_fraction(query_heads: int, key_heads: int, ranks: int) -> float:
     """The volume of all_to_all divided by the ring's."""
-    return (query_heads + key_heads) / (0.75 * ranks * key_heads)
+    return (query_heads + key_heads) / (CAUSAL_FRACTION * ranks * key_heads)
