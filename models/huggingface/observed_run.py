@@ -3,7 +3,7 @@
 The model runs on a few tokens. Products with large weights are replaced by a copy of channels, which keeps tokens
 apart, experts by the identity, and attention by a function that returns its values; everything else computes with real
 numbers. So a run on some of the tokens must give the numbers that the run on all of them gives. Where it does not, a
-module mixes tokens outside attention.
+module mixes tokens outside attention. Likewise, convolutions return their input, and recurrences their values.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,13 +20,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from models.huggingface.attention import NAME, attention
+from models.huggingface.linear import LinearFunctions, redirect
 
 TOKENS = 29
 _MASK_QUERIES = (2**20 - 1, 700_001, 300_007)  # positions at which a mask is evaluated
 _MASK_OFFSET = 2.0**23  # marks the masks made here; added to a window, it leaves the window exact in fp32
 _NO_WINDOW = -1
 
-Call = tuple[nn.Module, dict[str, Any]]  # the module that calls attention, and its fields of a LayerInfo
+# The module that calls attention, or a convolution or recurrence; and its fields of a LayerInfo or LinearInfo.
+Call = tuple[nn.Module, dict[str, Any]]
 
 
 class RefusedError(ValueError):
@@ -44,6 +46,7 @@ class ObservedRun(TorchFunctionMode):
 
     Attributes:
         calls: of attention, in the order in which they were made.
+        linear_calls: of convolutions and recurrences, likewise.
         fingerprints: what a module returns or passes to attention -> a number for each token, `[tokens]`.
         experts_per_token: module that holds experts -> experts that a token is sent to.
         logits: `[V]`, fp64.
@@ -55,6 +58,7 @@ class ObservedRun(TorchFunctionMode):
         super().__init__()
         self.names, self.masks, self.shift = names, masks, shift
         self.calls: list[Call] = []
+        self.linear_calls: list[Call] = []
         self.fingerprints: dict[str, Tensor] = {}
         self.experts_per_token: dict[nn.Module, int] = {}
         self._running: list[nn.Module] = []
@@ -64,6 +68,7 @@ class ObservedRun(TorchFunctionMode):
     def forward(self, model: nn.Module, tokens: Tensor, positions: Tensor) -> "ObservedRun":
         """Run the model once, and return this."""
         self.tokens = len(tokens)
+        redirect(model, LinearFunctions(self, self))  # type: ignore[arg-type]
         with (
             _registered(AttentionInterface, self._attention),
             _registered(ExpertsInterface, self._run_experts),
@@ -133,6 +138,39 @@ class ObservedRun(TorchFunctionMode):
         self.calls.append((module, fields))
         return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
 
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, _: Any, *, bias: Tensor | None = None, activation: str | None = None
+    ) -> Tensor:
+        """Record a convolution, and return its input."""
+        self._add_linear_call({"conv_channels": weight.shape[0], "conv_width": weight.shape[1]}, x=x)
+        return x
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, _: Any, *, qk_l2norm: bool
+    ) -> Tensor:
+        """Record a delta rule, and return its values."""
+        rule = "gated delta rule" if g.ndim == 3 else "Kimi delta rule"
+        self._add_recurrence(rule, k, v, q=q, k=k, v=v, g=g, beta=beta)
+        return v
+
+    def selective_scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, _: Any) -> Tensor:
+        """Record a scan of Mamba-2, and return its input."""
+        self._add_recurrence("Mamba-2 scan", B, x, x=x, dt=dt, B=B, C=C)
+        return x
+
+    def _add_recurrence(self, rule: str, keys: Tensor, values: Tensor, **inputs: Tensor) -> None:
+        (key_heads, key_dim), (value_heads, value_dim) = keys.shape[2:], values.shape[2:]
+        sizes = {"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
+        self._add_linear_call({"rule": rule, **sizes}, **inputs)
+
+    def _add_linear_call(self, fields: dict[str, Any], **inputs: Tensor) -> None:
+        module = self._running[-1]
+        for which, x in inputs.items():
+            if x.shape[1] != self.tokens:
+                raise self._refuse(module, "has a convolution or recurrence whose steps are not one a token")
+            self._add_fingerprint(f"{which} of {label(module, self.names)}", x)
+        self.linear_calls.append((module, fields))
+
     def _run_experts(self, module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The registered function of experts."""
         self.experts_per_token[module] = chosen.shape[-1]
@@ -144,8 +182,11 @@ class ObservedRun(TorchFunctionMode):
             rows = x.movedim(x.shape.index(self.tokens), 0).flatten(1).float()
             self.fingerprints[name] = rows @ torch.cos(torch.arange(rows.shape[1]) + 1.0)
 
-    def _before_module(self, module: nn.Module, _: Any) -> None:
+    def _before_module(self, module: nn.Module, inputs: Any) -> None:
         self._check_random()
+        if self._running and inputs and not any(module.children()):
+            # Its parent computes it.
+            self._add_fingerprint(f"{label(self._running[-1], self.names)}, to {self.names.get(module)}", inputs[0])
         self._running.append(module)
 
     def _after_module(self, module: nn.Module, _: Any, output: Any) -> None:

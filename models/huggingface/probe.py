@@ -22,6 +22,33 @@ _SHARD = [*range(6), *range(22, 29)]  # 13 of the tokens. Both numbers are prime
 _LARGE = 2**18  # larger parameters are left without values
 _SHIFT = 100_003  # added to positions that the model counts by itself
 FIXED = "fixed"
+KINDS = ("full_attention", "sliding_attention", "linear_attention")  # of attention, in `layer_types`
+
+
+@dataclass(frozen=True)
+class LinearInfo:
+    """A convolution of a layer, a recurrence, or the two together.
+
+    Attributes:
+        module: name of the one that computes it.
+        rule: name of the recurrence; "": a convolution alone.
+        key_heads, value_heads, key_dim, value_dim: Hk, Hv, K and V of the recurrence; of Mamba-2, groups, heads, N, D.
+        conv_channels, conv_width: C and W of the convolution; 0: none.
+    """
+
+    module: str
+    rule: str = ""
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    conv_channels: int = 0
+    conv_width: int = 0
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in the state."""
+        return self.value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -30,7 +57,15 @@ class LayerInfo:
 
     Attributes:
         name: of its module, for example "model.layers.3".
-        attention: name of the module that calls the attention function.
+        parameters: number of all its parameters.
+        matrices: number of those in tensors of two or more dims.
+        active_matrices: number of those that a token uses; of experts, only the ones that it is sent to.
+        active_mlp_matrices: number of those that are outside attention, convolution and recurrence.
+        experts: name of the module that holds its experts; "": none.
+        n_experts: X, or 0.
+        experts_per_token: experts that a token is sent to, or 0.
+        linear: None: no convolution or recurrence.
+        attention: name of the module that calls the attention function; "": none, and what follows is 0.
         n_heads, n_kv_heads: Hq, Hkv.
         qk_dim, v_dim: head dim of queries and keys, and of values.
         scale: multiplies the scores.
@@ -39,26 +74,9 @@ class LayerInfo:
         sinks: each head has a logit that takes part in the softmax and adds no value.
         rotary: name of the buffer that holds its frequencies; "": its keys do not depend on positions; FIXED: they do,
             by frequencies that are not in a buffer.
-        parameters: number of all its parameters.
-        matrices: number of those in tensors of two or more dims.
-        active_matrices: number of those that a token uses; of experts, only the ones that it is sent to.
-        active_mlp_matrices: number of those that are outside attention.
-        experts: name of the module that holds its experts; "": none.
-        n_experts: X, or 0.
-        experts_per_token: experts that a token is sent to, or 0.
     """
 
     name: str
-    attention: str
-    n_heads: int
-    n_kv_heads: int
-    qk_dim: int
-    v_dim: int
-    scale: float
-    window: int
-    softcap: float
-    sinks: bool
-    rotary: str
     parameters: int
     matrices: int
     active_matrices: int
@@ -66,6 +84,17 @@ class LayerInfo:
     experts: str
     n_experts: int
     experts_per_token: int
+    linear: LinearInfo | None
+    attention: str = ""
+    n_heads: int = 0
+    n_kv_heads: int = 0
+    qk_dim: int = 0
+    v_dim: int = 0
+    scale: float = 0.0
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    rotary: str = ""
 
     @property
     def head_dim(self) -> int:
@@ -145,7 +174,8 @@ class _Probe:
             reason = "has a bias" if self.output.bias is not None else "is more than a matrix product"
             raise RefusedError(f"{label(self.output, self.names)} {reason}, which the loss here would leave out")
         for layer, kind in zip(self.layers, self.kinds, strict=False):
-            if kind not in ("full_attention", "sliding_attention"):
+            # Compressed or chosen keys would show only on more tokens than a run has.
+            if kind.endswith("_attention") and kind not in KINDS:
                 raise RefusedError(f"{label(layer, self.names)} is a layer of {kind}, which is unsupported")
         self.tied = self.output.weight is model.get_input_embeddings().weight
         self.parameters = _count_parameters(model)
@@ -176,18 +206,23 @@ class _Probe:
         positions = torch.arange(TOKENS)
         tokens = positions * 7919 % len(self.ramp)
         whole = ObservedRun(self.names, masks=True).forward(self.model, tokens, positions)
-        calls = self._calls_by_layer(whole)
+        calls = [self._attention_call(layer, whole) for layer in self.layers]
+        linear = [self._linear_info(layer, whole) for layer in self.layers]
+        if not any(calls):
+            first = label(self.layers[0], self.names)
+            raise RefusedError(f"{first} does not call the attention function, as at least one layer must")
         logit_scale, logit_softcap = self._find_logit_scale_and_softcap(whole.logits)
         shard = ObservedRun(self.names, shift=_SHIFT).forward(self.model, tokens[_SHARD], positions[_SHARD])
         if mixed := whole.differences(shard, _SHARD):
-            raise RefusedError(f"{mixed[0]} differs on a shard: it mixes its tokens, or counts positions")
+            where = mixed[0].partition(", to ")[0]
+            raise RefusedError(f"{where} gives other numbers on a shard: it mixes its tokens, or counts positions")
         moved = whole.differences(ObservedRun(self.names).forward(self.model, tokens, 2 * positions + 1))
         learned = any(name.startswith("v of ") for name in moved)
         for buffer in self.frequencies.values():
             buffer *= 1.5
         turned = whole.differences(ObservedRun(self.names).forward(self.model, tokens, positions))
         rotaries = [self._rotary(*layer, moved, turned) for layer in zip(calls, self.kinds, strict=True)]
-        layers = zip(self.layers, calls, rotaries, strict=True)
+        layers = zip(self.layers, calls, rotaries, linear, strict=True)
         return ModelProbe(
             model_class=type(self.model).__name__,
             layers=tuple(self._layer_info(*layer, whole.experts_per_token) for layer in layers),
@@ -199,22 +234,27 @@ class _Probe:
             logit_softcap=logit_softcap,
             learned_positions=learned,
             longest=self._table_length() if learned else 0,
-            scale_follows_rope=any("mscale" in inspect.getsource(type(module)) for module, _ in calls),
+            scale_follows_rope=any("mscale" in inspect.getsource(type(module)) for module, _ in whole.calls),
             rotaries={name: 2 * len(buffer) for name, buffer in self.frequencies.items() if name in rotaries},
             routers=self._routers(),
         )
 
-    def _calls_by_layer(self, run: ObservedRun) -> list[Call]:
-        """The call of attention of each layer."""
-        found = []
-        for layer in self.layers:
-            modules = set(layer.modules())
-            calls = [call for call in run.calls if call[0] in modules]
-            if len(calls) != 1:
-                reason = f"calls the attention function {len(calls)} times, where it must do so once"
-                raise RefusedError(f"{label(layer, self.names)} {reason}")
-            found += calls
-        return found
+    def _attention_call(self, layer: nn.Module, run: ObservedRun) -> Call | None:
+        """A layer's call of attention."""
+        calls = _calls_within(layer, run.calls)
+        if len(calls) > 1:
+            reason = f"calls the attention function {len(calls)} times, where it may do so once"
+            raise RefusedError(f"{label(layer, self.names)} {reason}")
+        return calls[0] if calls else None
+
+    def _linear_info(self, layer: nn.Module, run: ObservedRun) -> LinearInfo | None:
+        """A layer's convolution and recurrence, which must be the one before the other in a module of their own."""
+        calls = _calls_within(layer, run.linear_calls)
+        keys = [key for _, fields in calls for key in fields]
+        if len({module for module, _ in calls}) > 1 or len(keys) > len({*keys}) or layer in dict(calls):
+            raise RefusedError(f"{label(layer, self.names)} has more than one convolution or recurrence")
+        fields = {key: value for _, fields in calls for key, value in fields.items()}
+        return LinearInfo(module=self.names[calls[0][0]], **fields) if calls else None
 
     def _find_logit_scale_and_softcap(self, logits: Tensor) -> tuple[float, float]:
         """The factor and soft cap that turn the ramp into the model's logits."""
@@ -226,30 +266,37 @@ class _Probe:
             raise RefusedError(f"{type(self.model).__name__} does more to its logits than a factor and a soft cap")
         return scale, cap
 
-    def _rotary(self, call: Call, kind: str, moved: list[str], turned: list[str]) -> str:
+    def _rotary(self, call: Call | None, kind: str, moved: list[str], turned: list[str]) -> str:
         """LayerInfo.rotary of a layer of this kind, from what changes with positions, and with frequencies."""
-        keys = f"k of {label(call[0], self.names)}"
+        keys = f"k of {label(call[0], self.names)}" if call else ""
         if keys not in moved:
             return ""
         of_kind = [name for name in self.frequencies if name.endswith(f".{kind}_inv_freq")]
         return (of_kind or [*self.frequencies, FIXED])[0] if keys in turned else FIXED
 
-    def _layer_info(self, layer: nn.Module, call: Call, rotary: str, experts_per_token: _ExpertsPerToken) -> LayerInfo:
-        module, fields = call
+    def _layer_info(
+        self,
+        layer: nn.Module,
+        call: Call | None,
+        rotary: str,
+        linear: LinearInfo | None,
+        experts_per_token: _ExpertsPerToken,
+    ) -> LayerInfo:
         active = _count_matrices(layer, experts_per_token)
+        mixers = [call[0]] if call else []
+        mixers += [self.model.get_submodule(linear.module)] if linear else []
         experts = next((part for part in layer.modules() if part in experts_per_token), None)
         return LayerInfo(
             name=self.names[layer],
-            attention=self.names[module],
-            **fields,
-            rotary=rotary,
             parameters=_count_parameters(layer),
             matrices=_count_matrices(layer, {}),
             active_matrices=active,
-            active_mlp_matrices=active - _count_matrices(module, experts_per_token),
+            active_mlp_matrices=active - sum(_count_matrices(mixer, experts_per_token) for mixer in mixers),
             experts=self.names[experts] if experts else "",
             n_experts=len(next(experts.parameters())) if experts else 0,
             experts_per_token=experts_per_token[experts] if experts else 0,
+            linear=linear,
+            **({"attention": self.names[call[0]], "rotary": rotary, **call[1]} if call else {}),
         )
 
     def _table_length(self) -> int:
@@ -261,6 +308,11 @@ class _Probe:
         found: Any = self.model.base_model.can_record_outputs.get("router_logits", [])
         kinds: Any = tuple(getattr(one, "target_class", one) for one in (found if isinstance(found, list) else [found]))
         return tuple(name for module, name in self.names.items() if isinstance(module, kinds))
+
+
+def _calls_within(layer: nn.Module, calls: list[Call]) -> list[Call]:
+    modules = set(layer.modules())
+    return [call for call in calls if call[0] in modules]
 
 
 def _count_parameters(module: nn.Module) -> int:
