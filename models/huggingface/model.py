@@ -58,6 +58,7 @@ class HuggingFaceModel(LanguageModel):
         config = parse_config(args.sizes)
         config.output_router_logits = False
         causal = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+        share_tied_modules(causal)
         for name, child in causal.named_children():
             self.add_module(name, child)
         layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.probe.layers)}
@@ -220,6 +221,20 @@ class HuggingFaceModel(LanguageModel):
         self.causal.tie_weights()
         self._initializer.restore_buffers(self, device)
         return self
+
+
+def share_tied_modules(causal: nn.Module) -> None:
+    """Make modules of one class whose parameters are all tied the same object (the blocks that Zamba2 repeats).
+
+    FSDP gathers a parameter for one module.
+    """
+    first: dict[tuple[object, ...], nn.Module] = {}
+    for name, module in list(causal.named_modules()):
+        if parameters := tuple(module.parameters()):
+            same = first.setdefault((type(module), *map(id, parameters)), module)
+            owner, _, child = name.rpartition(".")
+            if same is not module:
+                setattr(causal.get_submodule(owner), child, same)
 
 
 def _set_frequencies(rotary: Any, layer_type: str | None, frequencies: Tensor, factor: float) -> None:
