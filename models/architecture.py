@@ -46,14 +46,42 @@ class Attend(Protocol):
         """
         ...
 
-    def causal_conv(self, x: Tensor, weight: Tensor, plans: Any, /, *, activation: str) -> Tensor:
-        """A causal depthwise convolution within documents; x `[B, S/cp, C]`, weight `[C, W]`; activation "silu"."""
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        plans: Any,
+        /,
+        *,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        """A causal depthwise convolution within documents.
+
+        Args:
+            x: `[B, S/cp, C]`; weight: `[C, W]`; bias: `[C]`.
+            activation: "silu", or None.
+        """
         ...
 
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plans: Any, /, *, qk_l2norm: bool
     ) -> Tensor:
-        """The recurrence; q and k `[B, S/cp, Hk, K]`, v `[B, S/cp, Hv, V]`, g and beta `[B, S/cp, Hv]`."""
+        """The gated delta rule within documents.
+
+        Args:
+            q, k: `[B, S/cp, Hk, K]`; v: `[B, S/cp, Hv, V]`; beta: `[B, S/cp, Hv]`.
+            g: log gates `[B, S/cp, Hv]`, or `[B, S/cp, Hv, K]` (Kimi's rule).
+            qk_l2norm: divide each head's q and k by their L2 norms first.
+        """
+        ...
+
+    def selective_scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, plans: Any, /) -> Tensor:
+        """The scan of Mamba-2 within documents, without the skip D x.
+
+        Args:
+            x: `[B, S/cp, H, D]`; dt: step sizes `[B, S/cp, H]`; A: `[H]`; B, C: `[B, S/cp, G, N]`.
+        """
         ...
 
     def sum_ranks(self, x: Tensor, plans: Any, /) -> Tensor:

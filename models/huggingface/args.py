@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architecture import Mixer
-from models.huggingface.probe import ModelProbe, probe_model
+from models.huggingface.probe import LayerInfo, ModelProbe, probe_model
 
 # Keys about the files, the library or this machine, not about the model.
 _FILE_KEYS = ("dtype", "torch_dtype", "quantization_config", "architectures", "auto_map", "_name_or_path")
@@ -110,17 +110,15 @@ class HuggingFaceArgs:
     @cached_property
     def rotary_dim(self) -> int:
         """Of the layers of full attention, or of those with a window where it is all; 0: a stage changes no buffer."""
-        layers = [layer for layer in self.probe.layers if not layer.window] or self.probe.layers
+        attending = [layer for layer in self.probe.layers if layer.attention]
+        layers = [layer for layer in attending if not layer.window] or attending
         names = (layer.rotary for layer in layers if not layer.rotary.endswith(".sliding_attention_inv_freq"))
         return next((self.probe.rotaries[name] for name in names if name in self.probe.rotaries), 0)
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
-        """Attention of each layer."""
-        return tuple(
-            Mixer(layer.n_heads, layer.n_kv_heads, layer.qk_dim, layer.v_dim, layer.window, layer.softcap > 0)
-            for layer in self.probe.layers
-        )
+        """What mixes tokens in each layer."""
+        return tuple(_mixer(layer) for layer in self.probe.layers)
 
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
@@ -156,6 +154,15 @@ class HuggingFaceArgs:
         if kind == "yarn" and self.probe.scale_follows_rope:
             return f"under YaRN {self.probe.model_class} would scale its attention scores by the factor too"
         return None
+
+
+def _mixer(layer: LayerInfo) -> Mixer:
+    attention = Mixer(layer.n_heads, layer.n_kv_heads, layer.qk_dim, layer.v_dim, layer.window, layer.softcap > 0)
+    if not (linear := layer.linear):
+        return attention
+    values = linear.value_heads * linear.value_dim
+    channels = 2 * linear.key_heads * linear.key_dim + values if linear.rule else linear.conv_channels
+    return replace(attention, state_size=linear.state_size, state_channels=channels, state_values=values)
 
 
 @lru_cache(maxsize=8)

@@ -18,6 +18,7 @@ from models.architecture import Attend, Head, LanguageModel
 from models.huggingface.args import HuggingFaceArgs, parse_config
 from models.huggingface.attention import NAME as ATTENTION
 from models.huggingface.init import Initializer
+from models.huggingface.linear import LinearFunctions, native_functions, redirect
 from models.moe.model import balance_loss
 
 FULL = "full_attention"  # the layer type whose frequencies a stage changes
@@ -57,6 +58,7 @@ class HuggingFaceModel(LanguageModel):
         config = parse_config(args.sizes)
         config.output_router_logits = False
         causal = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+        share_tied_modules(causal)
         for name, child in causal.named_children():
             self.add_module(name, child)
         layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.probe.layers)}
@@ -66,7 +68,9 @@ class HuggingFaceModel(LanguageModel):
         self._initializer = Initializer(causal.config)
         if output.weight.is_meta:  # even then buffers are real
             self._initializer.restore_buffers(self, torch.device("cpu"))
-        for layer in args.probe.layers:
+        self._linear_functions = LinearFunctions(attend, self.shared)
+        redirect(causal, self._linear_functions)
+        for layer in (layer for layer in args.probe.layers if layer.attention):
             module: Any = self.get_submodule(layer.attention)
             module.attend, module.shared = attend, self.shared
             scales = {other.scale for other in args.probe.layers if other.qk_dim == layer.qk_dim}
@@ -186,9 +190,12 @@ class HuggingFaceModel(LanguageModel):
 
     @contextmanager
     def native_attention(self, documents: Tensor) -> Iterator[None]:
-        """Run transformers' own attention and masks, within documents; `documents` numbers them, `[B, S]`.
+        """Run transformers' own attention, masks, convolutions and recurrences, within documents.
 
         Not all families infer from the positions that documents are packed.
+
+        Args:
+            documents: the number of each token's document, `[B, S]`.
         """
         masks, same_document = masking_utils, masking_utils.packed_sequence_mask_function(documents)
 
@@ -196,11 +203,13 @@ class HuggingFaceModel(LanguageModel):
             return masks.eager_mask(mask_function=masks.and_masks(mask_function, same_document), **options)
 
         self.causal.set_attn_implementation("eager")
+        redirect(self.causal, native_functions(documents))
         try:
             with patch.dict(masks.AttentionMaskInterface._global_mapping, eager=mask):
                 yield
         finally:
             self.causal.set_attn_implementation(ATTENTION)
+            redirect(self.causal, self._linear_functions)
 
     def init_parameter(self, name: str, seed: int, device: torch.device) -> Tensor:
         """The first values of a whole parameter, fp32; they depend only on its name and its seed."""
@@ -214,6 +223,20 @@ class HuggingFaceModel(LanguageModel):
         return self
 
 
+def share_tied_modules(causal: nn.Module) -> None:
+    """Make modules of one class whose parameters are all tied the same object (the blocks that Zamba2 repeats).
+
+    FSDP gathers a parameter for one module.
+    """
+    first: dict[tuple[object, ...], nn.Module] = {}
+    for name, module in list(causal.named_modules()):
+        if parameters := tuple(module.parameters()):
+            same = first.setdefault((type(module), *map(id, parameters)), module)
+            owner, _, child = name.rpartition(".")
+            if same is not module:
+                setattr(causal.get_submodule(owner), child, same)
+
+
 def _set_frequencies(rotary: Any, layer_type: str | None, frequencies: Tensor, factor: float) -> None:
     prefix = f"{layer_type}_" if layer_type else ""
     setattr(rotary, f"{prefix}inv_freq", frequencies)
@@ -225,7 +248,7 @@ def _set_frequencies(rotary: Any, layer_type: str | None, frequencies: Tensor, f
         rotary.rope_type = "default"
 
 
-class _Double(TorchFunctionMode):
+class DoubleCasts(TorchFunctionMode):
     """Casts to fp32 become casts to fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -237,7 +260,7 @@ def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A rotary embedding's forward with angles in fp64: at 1M positions those in fp32 are off by 0.06 radians."""
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with _Double():
+        with DoubleCasts():
             waves = forward(x, *args, **kwargs)
         # Some families return the waves in fp32, and round only what they rotate.
         single = {torch.complex128: torch.complex64, torch.float64: torch.promote_types(x.dtype, torch.float32)}

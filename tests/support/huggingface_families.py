@@ -55,6 +55,20 @@ GPT2: Keys = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 512} | dic
 )
 
 
+MAMBA2: Keys = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16, "mamba_d_ssm": 96}
+LINEAR: Keys = {
+    **HEAD,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+SHARED: Keys = {**EXPERTS, "shared_expert_intermediate_size": 24}
+KIMI: Keys = {**LATENT, **EXPERTS, "num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 4}
+CONVOLUTION: Keys = {"layer_types": ["conv", "full_attention"]}
+
+
 def rope(theta: float, **others: Any) -> Keys:
     return {"rope_theta": theta, "rope_type": "default", **others}
 
@@ -286,6 +300,63 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
         {**HEAD, **ALTERNATE, **LOCAL, "moe_intermediate_size": 24, **two_ropes()}
         | {"mlp_layer_types": ["sparse"] * 2},
     ),
+    # Convolutions and recurrences.
+    # The gated norm divides a head's output by its size, which may be near 0 after few tokens. The gates of a larger
+    # model, here and in transformers' own fp32, are then up to 3e-4 off those of fp64.
+    "Qwen3-Next": ("qwen3_next", {**LINEAR, **SHARED, "hidden_size": 24}),
+    "Qwen3.5": ("qwen3_5_text", LINEAR),
+    "Qwen3.5-MoE": ("qwen3_5_moe_text", {**LINEAR, **SHARED}),
+    "OLMo-Hybrid": ("olmo_hybrid", LINEAR),
+    "Kimi Linear": (
+        "kimi_linear",
+        {**KIMI, "q_lora_rank": None, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "Ling 2.5": (
+        "bailing_hybrid",
+        {**KIMI, "num_expert_group": 2, "topk_group": 1, "layer_group_size": 2, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "Lara Mini": (
+        "lara_mini",
+        {**LINEAR, **SHARED, "num_hidden_layers": 3, "layer_types": ["linear_attention", *KINDS]}
+        | {"sliding_window": WINDOW},
+    ),
+    "Nemotron-H": (
+        "nemotron_h",
+        {
+            **HEAD,
+            **ROUTED,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "moe_latent_size": 32,
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+    "Falcon-H1": ("falcon_h1", {**MAMBA2, "mamba_n_groups": 1}),
+    "Granite 4 hybrid": (
+        "granitemoehybrid",
+        {**SCALED, **LOCAL, **MAMBA2, "shared_intermediate_size": 24, "layer_types": ["mamba", "attention"]},
+    ),
+    "Bamba": ("bamba", {**MAMBA2, "attn_layer_indices": [1]}),
+    "Zamba2": (
+        "zamba2",
+        {
+            **{"hidden_size": 8, "intermediate_size": 16, "adapter_rank": 2},  # larger ones would round by 1e-4
+            "layers_block_type": ["hybrid", "hybrid"],
+            "num_mem_blocks": 1,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "chunk_size": 16,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "LFM2": ("lfm2", CONVOLUTION),
+    "LFM2-MoE": ("lfm2_moe", {**CONVOLUTION, **EXPERTS, "num_dense_layers": 1}),
+    "LFM3": ("lfm3", {**HEAD, **CONVOLUTION}),
 }
 
 
@@ -310,17 +381,13 @@ ON_RANKS = (
     "gpt-oss",
     "OLMo 3",
     "DeepSeek-V3",
+    "Nemotron-H",
+    "Qwen3-Next",
+    "Kimi Linear",
+    "Granite 4 hybrid",
+    "LFM2",
 )
 
-MAMBA2: Keys = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16, "mamba_d_ssm": 96}
-LINEAR: Keys = {
-    **HEAD,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 SPARSE: Keys = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
 DORY: Keys = {**HEAD, "sliding_window": WINDOW, "num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1}
 
@@ -351,63 +418,17 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
         }
         | {"moe_topk": 2},
     ),
-    # Convolutions and recurrences.
-    "Qwen3-Next": (
-        "qwen3_next",
-        {**LINEAR, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 6}
-        | {"num_experts_per_tok": 2},
-    ),
-    "Qwen3.5": ("qwen3_5_text", LINEAR),
-    "Qwen3.5-MoE": (
-        "qwen3_5_moe_text",
-        {**LINEAR, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 6}
-        | {"num_experts_per_tok": 2},
-    ),
-    "OLMo-Hybrid": ("olmo_hybrid", LINEAR),
-    "Kimi Linear": (
-        "kimi_linear",
-        {**LATENT, "q_lora_rank": None, "num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 24}
-        | {"linear_head_dim": 8, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
-    ),
-    "Bailing hybrid": (
-        "bailing_hybrid",
-        {**LATENT, "num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_expert_group": 2}
-        | {"topk_group": 1, "linear_head_dim": 8, "linear_num_heads": 4, "layer_group_size": 2},
-    ),
+    # Convolutions and recurrences that run no function we know.
     "MiniMax-01": ("minimax", {**HEAD, **LOCAL, "layer_types": ["linear_attention", "full_attention"]}),
-    "Nemotron-H": (
-        "nemotron_h",
-        {**HEAD, "layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 6}
-        | {"mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16},
-    ),
-    "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
-    "LFM2-MoE": (
-        "lfm2_moe",
-        {"layer_types": ["conv", "full_attention"], "moe_intermediate_size": 24, "num_experts": 6}
-        | {"num_experts_per_tok": 2, "num_dense_layers": 1},
-    ),
-    "LFM3": ("lfm3", {**HEAD, "layer_types": ["conv", "full_attention"]}),
-    "Falcon-H1": ("falcon_h1", {**MAMBA2, "mamba_n_groups": 1}),
-    "Granite 4 hybrid": (
-        "granitemoehybrid",
-        {**LOCAL, **MAMBA2, "shared_intermediate_size": 24, "layer_types": ["mamba", "attention"]},
-    ),
     "Jamba": (
         "jamba",
         {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
         | {"use_mamba_kernels": False},
     ),
-    "Bamba": ("bamba", {**MAMBA2, "attn_layer_indices": [1]}),
-    "Zamba2": (
-        "zamba2",
-        {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 4, "chunk_size": 16}
-        | {"use_mamba_kernels": False, "num_key_value_heads": 4},
-    ),
     "RecurrentGemma": (
         "recurrent_gemma",
         {"num_hidden_layers": 3, "lru_width": 48, "attention_window_size": WINDOW, "num_key_value_heads": 1},
     ),
-    "Lara Mini": ("lara_mini", LINEAR),
     "Qwen4-Exp": ("qwen4_exp_text", {}),
     "ZAYA": ("zaya", {**HEAD, "moe_intermediate_size": 24, "num_experts": 4, "router_hidden_size": 8}),
     # No layer calls the attention interface.
@@ -494,19 +515,20 @@ def as_markdown() -> str:
     """A row for each family, from what the probe finds in its tiny model; variants of a family have none."""
     names = [name for name in FAMILIES if "," not in name]
     rows = "\n".join(_row(name, args_from_config(FAMILIES[name], {}).probe) for name in names)
-    head = "| family | `model_type` | layers with a window | rotary embeddings | attention | logits | experts |"
-    return f"{head}\n|{'---|' * 7}\n{rows}\n"
+    head = "| family | `model_type` | state | layers with a window | rotary embeddings | attention | logits | experts |"
+    return f"{head}\n|{'---|' * 8}\n{rows}\n"
 
 
 def _row(name: str, probe: ModelProbe) -> str:
-    layers, config = probe.layers, FAMILIES[name]
+    config, layers = FAMILIES[name], [layer for layer in probe.layers if layer.attention]
+    states = {layer.linear.rule or "convolution" for layer in probe.layers if layer.linear}
     windows = [bool(layer.window) for layer in layers]
     rotaries = {layer.rotary for layer in layers}
     dims = {probe.rotaries[layer.rotary] / layer.qk_dim for layer in layers if layer.rotary in probe.rotaries}
     latent = any(layer.v_dim != layer.qk_dim for layer in layers)
     rotary = [
-        "two" if len(rotaries - {""}) > 1 else "one",
-        "of some layers" if "" in rotaries else "",
+        ("none", "one", "two")[len(rotaries - {""})],
+        "of some layers" if "" in rotaries and len(rotaries) > 1 else "",
         "of a part of each head" if min(dims, default=1) < 1 and not latent else "",
     ]
     if probe.learned_positions:
@@ -523,10 +545,11 @@ def _row(name: str, probe: ModelProbe) -> str:
     cells = [
         f"**{name}**" if name in ON_RANKS else name,
         f"`{config['model_type']}`",
+        ", ".join(states),
         ("all" if all(windows) else "some") if any(windows) else "",
         ", ".join(filter(None, rotary)),
         *(", ".join(text for text, has in kinds.items() if has) for kinds in (attention, logits)),
-        "yes" if any(layer.experts_per_token for layer in layers) else "",
+        "yes" if any(layer.experts_per_token for layer in probe.layers) else "",
     ]
     return f"| {' | '.join(cells)} |".replace("  |", " |")
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from models.huggingface.model import DoubleCasts
 from tests.support.huggingface_families import FAMILIES, eager_model
 from tests.support.runs import TINY, Packed, gradients_of, prepared, write_run
 from torchtitan_cp.config.labels import IGNORED
@@ -54,12 +55,13 @@ class Comparison:
 
 
 def compare(model: PreTrainedModel, rows: Sequence[Row], loss: float, gradients: Gradients) -> Comparison:
-    """A step of ours beside the same of an `eager` model with the same weights, in fp64.
+    """A step of ours beside the same of an `eager` model with the same weights, all of it in fp64.
 
     In fp32 `eager` itself rounds by 8e-5 in Gemma 4, and by how much depends on the CPU.
     """
     model.set_experts_implementation("eager")  # grouped products have no fp64
-    eager_loss, wanted = eager_step(model.double(), rows)
+    with DoubleCasts():
+        eager_loss, wanted = eager_step(model.double(), rows)
     assert gradients.keys() == wanted.keys(), gradients.keys() ^ wanted.keys()
     errors = {name: _relative_error(gradients[name], want) for name, want in wanted.items()}
     return Comparison(loss, eager_loss, errors)

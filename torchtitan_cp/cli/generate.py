@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torchtitan_cp.attention import AttentionMask, attend, causal_conv, gated_delta_rule, make_plan
+from torchtitan_cp.attention import AttentionMask, attend, causal_conv, gated_delta_rule, make_plan, selective_scan
 from torchtitan_cp.attention.kernels import reference
 from torchtitan_cp.attention.kernels.kernel import ScoreMod
 from torchtitan_cp.attention.linear.kernel import NORM_EPSILON
@@ -28,7 +28,7 @@ from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.model import cast_parameters, set_rope
-from torchtitan_cp.training.plain_attention import delta_steps
+from torchtitan_cp.training.plain_attention import delta_steps, scan_steps
 from torchtitan_cp.training.registry import args_from, check_length, empty_model
 
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
@@ -89,6 +89,23 @@ class CachedAttention:
         cache[:] = [state]
         return out.to(dtype)
 
+    def selective_scan(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, caches: Iterator[KVCache]
+    ) -> Tensor:
+        """Like `attention.selective_scan`, in fp32; the cache holds the state, `[B, H, N, D]`."""
+        cache, dtype, tokens, state_dim = next(caches), x.dtype, x.shape[1], B.shape[-1]
+        x, dt, A, B, C = (y.float() for y in (x, dt, A, B, C))
+        if cache:
+            out, state = scan_steps(x, dt, (dt * A).exp(), B, C, cache[0])
+        else:
+            # As above; step sizes of 0 leave the state unchanged.
+            rows = torch.eye(state_dim, device=x.device)[None, :, None].expand(len(C), -1, C.shape[2], -1)
+            x, dt, B = (torch.cat([y, y.new_zeros(len(y), state_dim, *y.shape[2:])], 1) for y in (x, dt, B))
+            out = selective_scan(x, dt, A, B, torch.cat([C, rows], 1), make_plan(tokens + state_dim))
+            out, state = out[:, :tokens], out[:, tokens:].transpose(1, 2)
+        cache[:] = [state]
+        return out.to(dtype)
+
     def sum_ranks(self, x: Tensor, caches: Iterator[KVCache]) -> Tensor:
         """`x`: no ranks share the sequences."""
         return x
@@ -102,8 +119,8 @@ attend_cached = CachedAttention()
 
 
 def new_caches(model: LanguageModel) -> list[KVCache]:
-    """Empty caches, enough for every layer: attention uses one, a convolution with its delta rule two."""
-    return [KVCache() for _ in range(2 * len(model.layers))]
+    """Empty caches, enough for every layer: attention uses one, a convolution and its recurrence two more."""
+    return [KVCache() for _ in range(3 * len(model.layers))]
 
 
 def load_model(saved: SavedModel, device: torch.device) -> LanguageModel:

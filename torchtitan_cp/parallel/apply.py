@@ -2,7 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -94,7 +95,8 @@ def apply_fsdp(
     frees_blocks = config.parallel.fsdp_reshard == "always" or (
         config.parallel.fsdp_reshard == "auto" and config.parallel.pp == 1
     )
-    modules = [(module, mesh) for module in (*model.layers.values(), model)]  # type: ignore[operator]
+    layers = list(model.layers.values())  # type: ignore[operator]
+    modules = [(module, mesh) for module in (*shared_modules(layers), *layers, model)]
     if experts_mesh:
         modules = [(module, experts_mesh) for module in model.experts.values()] + modules  # type: ignore[operator]
 
@@ -116,6 +118,14 @@ def apply_fsdp(
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum, which a divide factor would otherwise ask for.
         module.set_force_sum_reduction_for_comms(True)
+
+
+def shared_modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The outermost modules that several layers have in common."""
+    layers_with = Counter(module for layer in layers for module in layer.modules())
+    shared = [module for module, count in layers_with.items() if count > 1 and any(True for _ in module.parameters())]
+    inner = {part for module in shared for part in module.modules() if part is not module}
+    return [module for module in shared if module not in inner]
 
 
 def reshard(model: nn.Module) -> None:

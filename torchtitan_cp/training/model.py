@@ -71,6 +71,10 @@ class LayerAttention:
         """As `attention.gated_delta_rule`."""
         return attention.gated_delta_rule(q, k, v, g, beta, plans[0], **options)
 
+    def selective_scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, plans: dict[int, Plan]) -> Tensor:
+        """As `attention.selective_scan`."""
+        return attention.selective_scan(x, dt, A, B, C, plans[0])
+
     def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
         """Sum over the ranks that share each sequence by context and tensor parallelism."""
         total = attention.sum_ranks(x, next(iter(plans.values())))

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.architecture import LanguageModel
 from models.huggingface import ARCHITECTURE
 from models.huggingface.args import args_from_config
+from models.huggingface.model import HuggingFaceModel
 from models.llama import Llama, LlamaArgs
 from models.qwen3_5 import Hybrid, HybridArgs
 from tests.support.chats import TURNS
-from tests.support.huggingface_families import FAMILIES, eager_model
+from tests.support.huggingface_families import FAMILIES, eager_model, random_weights
 from torchtitan_cp.checkpoint.weights import SavedModel
 from torchtitan_cp.cli import generate as program
 from torchtitan_cp.cli.generate import (
@@ -48,7 +50,15 @@ SHAPES = {
         linear_value_dim=12,
     ),
 }
+# Of transformers: a scan, a delta rule, and a scan beside attention.
+FAMILIES_OF_STATES = ("Nemotron-H", "Kimi Linear", "Falcon-H1", "LFM2")
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+
+
+def model_of_family(family: str) -> HuggingFaceModel:
+    model = HuggingFaceModel(args_from_config(FAMILIES[family], {}), attend_cached).eval()
+    random_weights(model, 0)
+    return model
 
 
 def model_of(shape: LlamaArgs) -> Llama:
@@ -59,16 +69,16 @@ def model_of(shape: LlamaArgs) -> Llama:
     return model
 
 
-def full_logits(model: Llama, tokens: list[int]) -> torch.Tensor:
+def full_logits(model: LanguageModel, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         caches = new_caches(model)
         return model(torch.tensor([tokens]), torch.arange(len(tokens)), iter(caches))[0]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *FAMILIES_OF_STATES])
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1], PROMPT * 10], ids=len)
 def test_the_cache_gives_the_logits_of_full_forwards(name: str, prompt: list[int]) -> None:
-    model = model_of(SHAPES[name])
+    model = model_of(SHAPES[name]) if name in SHAPES else model_of_family(name)
     tokens = [*prompt, *range(20)]
     want = full_logits(model, tokens)
     caches = new_caches(model)

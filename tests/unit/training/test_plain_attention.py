@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan_cp.attention import AttentionMask, attend, causal_conv, gated_delta_rule, make_plan
+from torchtitan_cp.attention import AttentionMask, attend, causal_conv, gated_delta_rule, make_plan, selective_scan
 from torchtitan_cp.training.plain_attention import PlainAttention
 
 LENGTHS = (1, 70, 5, 84)
@@ -40,3 +40,18 @@ def test_a_convolution_and_a_recurrence() -> None:
     want = gated_delta_rule(*rule, plan, qk_l2norm=True)
     got = PLAIN.gated_delta_rule(*rule, DOCUMENTS, qk_l2norm=True)
     torch.testing.assert_close(got, want, atol=1e-11, rtol=1e-11)
+
+
+def test_a_convolution_with_a_bias_a_gate_for_each_key_dim_and_a_scan() -> None:
+    plan = make_plan(sum(LENGTHS), mask=MASK)
+    x, q, k, v, g, beta = draw((12,), (4, 8), (4, 8), (4, 6), (4, 8), (4,))
+    weight, bias = torch.randn(13, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).split([12, 1])
+    want = causal_conv(x, weight.T[:, :3], plan, bias=bias[0])
+    torch.testing.assert_close(PLAIN.causal_conv(x, weight.T[:, :3], DOCUMENTS, bias[0]), want, atol=1e-12, rtol=1e-12)
+    k = k / k.norm(dim=-1, keepdim=True)
+    rule = (q, k, v, -g.abs(), beta.sigmoid())
+    want = gated_delta_rule(*rule, plan)
+    torch.testing.assert_close(PLAIN.gated_delta_rule(*rule, DOCUMENTS), want, atol=1e-11, rtol=1e-11)
+    scan = (v, beta.sigmoid(), -torch.arange(4.0, dtype=torch.float64) / 4, q[:, :, :2], k[:, :, :2])
+    want = selective_scan(*scan, plan)
+    torch.testing.assert_close(PLAIN.selective_scan(*scan, DOCUMENTS), want, atol=1e-11, rtol=1e-11)

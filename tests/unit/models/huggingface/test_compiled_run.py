@@ -54,7 +54,11 @@ def graphs_and_kinds(config: Keys, checkpoint: str = "none", lengths: tuple[int,
             tokens, positions = torch.randint(200, (1, length)), torch.arange(length)[None]
             model(tokens, positions, plans).float().square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.layers["0"].parameters() if parameter.requires_grad)
-    looks = (replace(layer, name="", attention="", experts="", scale=0.0) for layer in layers)
+    linear = (layer.linear and replace(layer.linear, module="") for layer in layers)
+    looks = (
+        replace(layer, name="", attention="", experts="", scale=0.0, linear=part)
+        for layer, part in zip(layers, linear, strict=True)
+    )
     return counter.frame_count, len(set(zip(looks, map(kind_of, model.layers.values()), strict=True)))
 
 

@@ -20,7 +20,16 @@ from torchtitan_cp.parallel.apply import wrap_blocks
 from torchtitan_cp.training.model import LayerAttention
 
 SEQ_LEN = 96
-LENGTHS = ((SEQ_LEN,), (7, 60, 29))
+# Two documents are shorter than a convolution.
+LENGTHS = ((SEQ_LEN,), (7, 1, 57, 2, 29))
+# Of fewer than 4 tokens it would take other factors.
+LENGTHS_OF = {"Phi-3, longrope": ((SEQ_LEN,), (7, 60, 29))}
+
+
+HYBRIDS = (
+    *("Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE", "OLMo-Hybrid", "Kimi Linear", "Ling 2.5", "Lara Mini", "Nemotron-H"),
+    *("Falcon-H1", "Granite 4 hybrid", "Bamba", "Zamba2", "LFM2", "LFM2-MoE", "LFM3"),
+)
 
 
 def windows_of(args: HuggingFaceArgs) -> tuple[int, ...]:
@@ -33,12 +42,13 @@ def windows_of(args: HuggingFaceArgs) -> tuple[int, ...]:
     itertools.product(FAMILIES, ("none", "selective")),
     default=[
         *(("Gemma 3", "none"), ("gpt-oss", "none"), ("DeepSeek-V3", "none")),
+        *((family, "none") for family in HYBRIDS if family in FAMILIES),
         # These two write to products in place.
         *(("Qwen3", "selective"), ("gpt-oss", "selective"), ("Gemma 3n", "selective")),
     ],
 )
 def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, checkpoint: str, device: str) -> None:
-    args = args_from_config(FAMILIES[family], {})
+    args, documents = args_from_config(FAMILIES[family], {}), LENGTHS_OF.get(family, LENGTHS)
     eager = eager_model(FAMILIES[family])
     model = HuggingFaceModel(args, LayerAttention())
     copy_weights(eager, model)
@@ -49,19 +59,19 @@ def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, c
     wrap_blocks(model, Activation(checkpoint=checkpoint), Compile(), device)
     model.to(device).reset_rope(SEQ_LEN, torch.device(device))
     tokens, labels = torch.randint(args.probe.vocab_size, (2, 2, SEQ_LEN))
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in documents])
     layout = BatchLayout(SEQ_LEN, 1, 2, 1, 0, partial(make_plan), dict.fromkeys(windows_of(args), "ring"))
     loss_of = ChunkedCrossEntropy(40, 0.0, args.logit_scale, args.logit_softcap)
     total = model(
         tokens.to(device),
         positions.to(device),
-        layout.plans(AttentionMask(document_lengths=LENGTHS)),
+        layout.plans(AttentionMask(document_lengths=documents)),
         lambda hidden, output: loss_of(hidden, output.weight, labels.to(device), None)[0],
     )
     loss = total / labels.numel()
     loss.backward()
     gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-    rows = [Row(*pair, lengths) for *pair, lengths in zip(tokens, labels, LENGTHS, strict=True)]
+    rows = [Row(*pair, lengths) for *pair, lengths in zip(tokens, labels, documents, strict=True)]
     compare(eager, rows, loss.item(), gradients).check()
 
 

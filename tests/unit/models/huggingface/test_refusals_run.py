@@ -11,7 +11,7 @@ from tests.support.huggingface_families import FAMILIES, REFUSED, eager_model
 from tests.support.huggingface_parity import write_config
 from torchtitan_cp.cli.check import main
 
-DEFAULT = ("PhiMoE", "Gemma, as in PaliGemma", "Llama 4", "Kimi Linear", "MPT", "Dory, one loop")
+DEFAULT = ("PhiMoE", "Gemma, as in PaliGemma", "Llama 4", "Jamba", "MPT", "Dory, one loop")
 
 
 @deep_rows("family", REFUSED, default=[name for name in DEFAULT if name in REFUSED])
