@@ -90,8 +90,8 @@ def test_every_stage_is_compared_with_its_own_tp(ranks: Callable[[int], RankPool
     text = EXPERTS + "tp = 2\n[[curriculum.stages]]\nseq_len = 128\nsteps = 1\nglobal_batch_tokens = 512\ncp = 2\n"
     assert ranks(2)(verify, write_run(tmp_path, text)) == [True] * 2
     assert [found["layout"] for found in rows_of(tmp_path)] == [
-        "128: cp 1 x dp 1 x tp 2, auto",
-        "128-stage-2: cp 2 x dp 1, auto",
+        "128: cp 1 x dp 1 x tp 2, ring",
+        "128-stage-2: cp 2 x dp 1, ring",
     ]
 
 
