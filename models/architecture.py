@@ -223,6 +223,11 @@ class ModelArgs(Protocol):
         ...
 
     @property
+    def compile_conflict(self) -> str:
+        """Why layers cannot be compiled; "": they can."""
+        ...
+
+    @property
     def compile_checkpoint_conflict(self) -> str:
         """Why layers cannot be both compiled and recomputed; "": they can."""
         ...
