@@ -109,7 +109,8 @@ class Mixer:
         window: keys that a query sees, itself included; 0: all.
         softcap: whether scores have a soft cap.
         state_size: numbers in the recurrent state; 0 without one.
-        state_channels, state_values: of a recurrence, channels of q, k and v together, and of v alone.
+        state_channels, state_values: of a recurrence, channels of q, k and v together, and of v alone; of a convolution
+            without one, its channels, and 0.
     """
 
     n_heads: int
@@ -219,6 +220,11 @@ class ModelArgs(Protocol):
     @property
     def logit_softcap(self) -> float:
         """The loss turns logits into softcap tanh(logit / softcap); 0: not."""
+        ...
+
+    @property
+    def compile_conflict(self) -> str:
+        """Why layers cannot be compiled; "": they can."""
         ...
 
     @property

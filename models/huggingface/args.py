@@ -64,6 +64,11 @@ class HuggingFaceArgs:
         return len(self.probe.layers)
 
     @property
+    def compile_conflict(self) -> str:
+        """Why blocks are not compiled; empty if they may be."""
+        return "its layers share weights, which are gathered within a layer" if self.probe.shares_weights else ""
+
+    @property
     def compile_checkpoint_conflict(self) -> str:
         """Why blocks are not compiled where they are recomputed; empty if they may be."""
         if self.config.get("num_kv_shared_layers"):  # Gemma 3n and 4

@@ -114,6 +114,7 @@ class ModelProbe:
         scale_follows_rope: YaRN in the config changes the scale of attention.
         rotaries: name of a buffer of frequencies -> how many dims of a head it turns.
         routers: names of modules that return router logits.
+        shares_weights: some layers have the same parameters.
     """
 
     model_class: str
@@ -129,6 +130,7 @@ class ModelProbe:
     scale_follows_rope: bool
     rotaries: Mapping[str, int]
     routers: tuple[str, ...]
+    shares_weights: bool
 
 
 _ExpertsPerToken = Mapping[nn.Module, int]  # by the module that holds the experts
@@ -179,6 +181,8 @@ class _Probe:
                 raise RefusedError(f"{label(layer, self.names)} is a layer of {kind}, which is unsupported")
         self.tied = self.output.weight is model.get_input_embeddings().weight
         self.parameters = _count_parameters(model)
+        of_layers = [parameter for layer in self.layers for parameter in layer.parameters()]
+        self.shares_weights = len(of_layers) > len(set(of_layers))
         self.frequencies = {n: x for n, x in model.named_buffers() if re.search(r"(?<!original_)inv_freq$", n)}
         self._fill()
 
@@ -237,6 +241,7 @@ class _Probe:
             scale_follows_rope=any("mscale" in inspect.getsource(type(module)) for module, _ in whole.calls),
             rotaries={name: 2 * len(buffer) for name, buffer in self.frequencies.items() if name in rotaries},
             routers=self._routers(),
+            shares_weights=self.shares_weights,
         )
 
     def _attention_call(self, layer: nn.Module, run: ObservedRun) -> Call | None:

@@ -48,6 +48,7 @@ class LlamaArgs:
 
     logit_scale: ClassVar[float] = 1.0  # a factor of the logits
     logit_softcap: ClassVar[float] = 0.0  # 0: none
+    compile_conflict: ClassVar[str] = ""  # why blocks cannot be compiled; "": they can
     compile_checkpoint_conflict: ClassVar[str] = ""  # why blocks cannot be both; "": they can
     longest: ClassVar[int] = 0  # tokens that a sequence may have; 0: any number
     # MoeArgs has fields of these names, so they are no ClassVars.

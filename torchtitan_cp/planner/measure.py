@@ -100,7 +100,7 @@ def _attention_rates(new: Callable[..., Tensor], args: ModelArgs, tokens: int) -
     heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads, args.n_heads)
     q, k, v, dout = (new(1, tokens, count, args.head_dim).requires_grad_() for count in heads)
     pairs, forward, backward = 0, 0.0, 0.0
-    for window, layers in Counter(mixer.window for mixer in args.mixers).items():
+    for window, layers in Counter(mixer.window for mixer in args.mixers if mixer.n_heads).items():
         mask = AttentionMask().windowed(window)
         run = partial(attend, q, k, v, make_plan(tokens, mask=mask))
         pairs += layers * count_pairs(tokens, tokens, mask.band)

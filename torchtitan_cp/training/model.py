@@ -201,8 +201,8 @@ class ParallelModel:
             self._wrap_blocks(self.config.compile)
         settings, self.cp = self.config.context_parallel, stage.cp
         self.coordinate = self.meshes.coordinate(self.world.rank, self.cp)
-        hybrid, has_states = "hybrid" in stage.strategies.values(), any(mixer.state_size for mixer in self.args.mixers)
-        whole_mesh = self.meshes.for_cp(stage.cp) if has_states or not hybrid else None
+        hybrid, linear = "hybrid" in stage.strategies.values(), any(mixer.state_channels for mixer in self.args.mixers)
+        whole_mesh = self.meshes.for_cp(stage.cp) if linear or not hybrid else None
         cp_mesh: Any = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else whole_mesh
         names = (stage.strategies[0], settings.kernel, settings.layout, settings.kv_transfer)
         node = max(1, self.world.ranks_per_node // stage.tp)

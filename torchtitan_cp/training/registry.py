@@ -104,6 +104,10 @@ def check_model(config: Config, stages: Iterable[ResolvedStage], args: ModelArgs
     check_length(args, "evaluation.position_seq_len", config.evaluation.position_seq_len)
     for length in config.evaluation.passkey.lengths:
         check_length(args, "evaluation.passkey.lengths", length)
+    if config.compile.enable and args.compile_conflict:
+        raise ConfigError(
+            f"compile.enable is not supported by this model: {args.compile_conflict}", fix="set compile.enable = false"
+        )
     if config.compile.enable and args.n_experts and config.parallel.ep > 1:
         raise ConfigError(
             "compile.enable excludes parallel.ep above 1: how many tokens an expert gets is known only when it runs",

@@ -29,7 +29,7 @@ def log_rope_notes(config: Config, stages: Sequence[ResolvedStage], args: Any, f
             own = hub_rope(start)
         if model.hub_checkpoint and model.load_weights:
             trained_tokens = start.get("max_position_embeddings") or 0
-    windows = [mixer.window for mixer in args.mixers]
+    windows = [mixer.window for mixer in args.mixers if mixer.n_heads]
     span_tokens = max(windows) if all(windows) else 0
     for note in rope_notes(stages, own, trained_tokens, span_tokens):
         if note.stage >= first:

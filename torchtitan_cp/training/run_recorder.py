@@ -117,7 +117,7 @@ class RunRecorder:
         exchange, first = "each sequence on one rank", progress.step - progress.stage_step
         if batch.plan.ranks > 1:
             strategy, layout = batch.plan.strategy, batch.plan.layout.name
-            sent = keys_sent(batch.plans, [mixer.window for mixer in self.model.args.mixers])
+            sent = keys_sent(batch.plans, [mixer.window for mixer in self.model.args.mixers if mixer.n_heads])
             exchange = (
                 f"attention by {strategy} on layout {layout} (the busiest rank computes {imbalance(batch.plan):.2f} "
                 f"times the mean, a rank sends {sent:.2f} times its keys)"

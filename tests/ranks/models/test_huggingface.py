@@ -1,5 +1,6 @@
 """Families of transformers on ranks give the loss and gradients of one process with transformers' own attention."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ FULL = "--activation.checkpoint=full"
 SAVED = "--activation.checkpoint=attention_saved"
 # torch.compile takes no layer that hands its keys on from within a part that is recomputed.
 HAND_KEYS_ON = ("Gemma 4",)
+HYBRIDS = ("Nemotron-H", "Qwen3-Next", "Kimi Linear", "Granite 4 hybrid", "LFM2")
 
 
 @deep_rows("family", ON_RANKS, default=[])
@@ -33,7 +35,20 @@ def test_four_ranks_by_all_to_all_and_recomputed_give_the_gradients_of_eager_att
     ranks(4)(compare_on_ranks, path, family, "--parallel.cp=2", ALL_TO_ALL, SAVED)[0].check()
 
 
-@deep_rows("family", ("Qwen3-MoE", "DeepSeek-V3"), default=["DeepSeek-V3"])
+@deep_rows(
+    ("family", "layout", "strategy"),
+    itertools.product(HYBRIDS, ("zigzag", "documents"), (RING, ALL_TO_ALL)),
+    default=[("Nemotron-H", "zigzag", RING), ("Kimi Linear", "documents", ALL_TO_ALL)],
+)
+def test_states_that_pass_between_four_ranks_give_the_gradients_of_one_process(
+    ranks: Callable[[int], RankPool], tmp_path: Path, family: str, layout: str, strategy: str
+) -> None:
+    path = write_family(tmp_path, family)
+    options = ("--parallel.cp=4", strategy, f"--context_parallel.layout={layout}", FULL)
+    ranks(4)(compare_on_ranks, path, family, *options)[0].check()
+
+
+@deep_rows("family", ("Qwen3-MoE", "DeepSeek-V3", "Qwen3-Next", "Nemotron-H"), default=["DeepSeek-V3"])
 def test_two_ranks_that_share_experts_give_the_gradients_of_eager_attention(
     ranks: Callable[[int], RankPool], tmp_path: Path, family: str
 ) -> None:

@@ -87,3 +87,10 @@ def test_check_refuses_to_compile_recomputed_layers_that_hand_more_on_than_their
     assert says in said
     assert main([str(path), "--activation.checkpoint=full"]) == 0
     assert main([str(path), "--compile.enable=true", "--activation.checkpoint=none"]) == 0
+
+
+def test_check_refuses_to_compile_layers_that_share_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_config(tmp_path, FAMILIES["Zamba2"])
+    assert main([str(path), "--compile.enable=true"]) == 2
+    assert "compile.enable is not supported by this model: its layers share weights" in capsys.readouterr().err
+    assert main([str(path)]) == 0
