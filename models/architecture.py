@@ -10,7 +10,10 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-Head = Callable[[Tensor, nn.Linear], Any]  # (hidden `[B, S/cp, E]`, output layer) -> what forward returns
+Head = Callable[[Tensor, nn.Linear], object]  # (hidden `[B, S/cp, E]`, output layer) -> what forward returns
+
+HubConfig = dict[str, Any]
+"""A config.json as it was read: a JSON table, of whose values nothing is known but what its reader checks."""
 
 
 class Attend(Protocol):
@@ -262,7 +265,7 @@ class LanguageModel(nn.Module):
     is_first: bool
     is_last: bool
 
-    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> object:
         """Run the network.
 
         Args:
@@ -311,6 +314,22 @@ class LanguageModel(nn.Module):
         return {}
 
 
+class StoredTensor(Protocol):
+    """A tensor in a safetensors file, as `safe_open(...).get_slice` gives it: indexing reads that part."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, index: slice | tuple[slice, ...], /) -> Tensor: ...
+
+
+class ReadShard(Protocol):
+    """Reads this rank's share of a stored tensor into ours; see `checkpoint.hub.read_shard`."""
+
+    def __call__(self, stored: StoredTensor, start: Sequence[int], whole: Tensor, *, compare: bool = False) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Hub:
     """How the checkpoints of an architecture look in Hugging Face's format.
@@ -320,18 +339,17 @@ class Hub:
         sizes: config.json -> values of the args; ValueError says why it is not of this architecture.
         config: args -> config.json, without rotary embedding, length and tokens; ValueError says what the format
             cannot express.
-        load: replaces `names` for models that a library builds: (part, hub name -> slice of a file, read) fills the
-            part. `read` is `checkpoint.hub.read_shard`, which reads this rank's share of a slice. ValueError says what
-            the files lack. With `load`, `config` also takes the trained length and `rope_parameters` (None: the model's
-            own), and returns everything but the tokens.
+        load: replaces `names` for models that a library builds: (part, hub name -> tensor of a file, read) fills the
+            part. ValueError says what the files lack. With `load`, `config` also takes the trained length and
+            `rope_parameters` (None: the model's own), and returns everything but the tokens.
         writer: with `load`: args -> (name, tensor, dtype) -> the hub's tensors; the tensor may be on the meta device.
     """
 
     names: Mapping[str, str]
-    sizes: Callable[[Mapping[str, Any]], dict[str, Any]]
-    config: Callable[..., dict[str, Any]]
-    load: Callable[[nn.Module, Mapping[str, Any], Callable[..., bool]], None] | None = None
-    writer: Callable[[Any], Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]] | None = None
+    sizes: Callable[[HubConfig], dict[str, object]]
+    config: Callable[..., dict[str, object]]
+    load: Callable[[nn.Module, Mapping[str, StoredTensor], ReadShard], None] | None = None
+    writer: Callable[[ModelArgs], Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]] | None = None
 
 
 A = TypeVar("A", bound=ModelArgs)
@@ -359,6 +377,6 @@ class Architecture(Generic[A]):
     sharding: Mapping[str, str]
     hub: Hub | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
-    args_of: Callable[[Mapping[str, Any], Mapping[str, Any]], A] | None = None
+    args_of: Callable[[HubConfig, HubConfig], A] | None = None
     args_type: Callable[[], type[A]] | None = None
     needs: str = ""

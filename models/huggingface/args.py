@@ -1,17 +1,15 @@
 """Sizes of a causal language model of transformers, from its config.json and from a probe of the model."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.architecture import Mixer
+from models.architecture import HubConfig, Mixer
 from models.huggingface.probe import LayerInfo, ModelProbe, probe_model
 
 # Keys about the files, the library or this machine, not about the model.
@@ -28,7 +26,7 @@ class HuggingFaceArgs:
         vocab_size: V; 0 takes the tokenizer's.
     """
 
-    config: dict[str, Any]
+    config: HubConfig
     vocab_size: int = 0
 
     def __hash__(self) -> int:
@@ -130,7 +128,7 @@ class HuggingFaceArgs:
         return sum(layer.active_matrices for layer in self.probe.layers) + self.probe.dim * self.probe.vocab_size
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def sizes(self) -> HubConfig:
         """`config` with the vocabulary in use; of another vocabulary no token is the config's padding."""
         if self.vocab_size in (0, self.config["vocab_size"]):
             return self.config
@@ -176,7 +174,7 @@ def _probe(args: HuggingFaceArgs) -> ModelProbe:
         return probe_model(parse_config(args.sizes))
 
 
-def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> HuggingFaceArgs:
+def args_from_config(config: HubConfig, overrides: HubConfig) -> HuggingFaceArgs:
     """The args of a config.json; of a multimodal one, those of its text model.
 
     Raises:
@@ -203,7 +201,7 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     return args
 
 
-def _text_model(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+def _text_model(config: HubConfig) -> tuple[PreTrainedConfig, HubConfig]:
     """The text model's config, and the keys that its own class needs to make the same config."""
     whole = parse_config(config)
     text = whole.get_text_config(decoder=True)
@@ -222,7 +220,7 @@ def _text_model(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, 
     return text, sizes
 
 
-def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+def parse_config(config: HubConfig) -> PreTrainedConfig:
     """A config.json as transformers reads it. Raises ValueError: transformers refuses it."""
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:

@@ -4,8 +4,8 @@ Source: the config.json of each released checkpoint.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import ClassVar
 
 from models.architecture import Mixer
 
@@ -98,8 +98,8 @@ class LlamaArgs:
         return f"head_dim = {self.head_dim} is odd, and RoPE rotates pairs" if self.head_dim % 2 else None
 
 
-_QWEN2: dict[str, Any] = {"norm_eps": 1e-6, "qkv_bias": True}
-_QWEN3: dict[str, Any] = {"norm_eps": 1e-6, "qk_norm": True}
+_qwen2 = partial(LlamaArgs, norm_eps=1e-6, qkv_bias=True)
+_qwen3 = partial(LlamaArgs, norm_eps=1e-6, qk_norm=True)
 # E, layers, Hq, Hkv, D, SwiGLU, V. Names without a family are Llama 3 (3.1 and 3.2 in the sizes they have).
 FLAVORS = {
     "debug": LlamaArgs(192, 4, 6, 2, 32, 512, tie_embeddings=True),
@@ -115,17 +115,17 @@ FLAVORS = {
     "mistral-7B": LlamaArgs(4096, 32, 32, 8, 128, 14336, 32000, windows=(4096,)),
     "mistral-7B-v0.3": LlamaArgs(4096, 32, 32, 8, 128, 14336, 32768),
     # Qwen2 and Qwen2.5 have the same sizes, except 3B, 14B and 32B, which only Qwen2.5 has.
-    "qwen2-0.5B": LlamaArgs(896, 24, 14, 2, 64, 4864, 151936, tie_embeddings=True, **_QWEN2),
-    "qwen2-1.5B": LlamaArgs(1536, 28, 12, 2, 128, 8960, 151936, tie_embeddings=True, **_QWEN2),
-    "qwen2-3B": LlamaArgs(2048, 36, 16, 2, 128, 11008, 151936, tie_embeddings=True, **_QWEN2),
-    "qwen2-7B": LlamaArgs(3584, 28, 28, 4, 128, 18944, 152064, **_QWEN2),
+    "qwen2-0.5B": _qwen2(896, 24, 14, 2, 64, 4864, 151936, tie_embeddings=True),
+    "qwen2-1.5B": _qwen2(1536, 28, 12, 2, 128, 8960, 151936, tie_embeddings=True),
+    "qwen2-3B": _qwen2(2048, 36, 16, 2, 128, 11008, 151936, tie_embeddings=True),
+    "qwen2-7B": _qwen2(3584, 28, 28, 4, 128, 18944, 152064),
     "qwen2-14B": LlamaArgs(5120, 48, 40, 8, 128, 13824, 152064, qkv_bias=True),
     "qwen2-32B": LlamaArgs(5120, 64, 40, 8, 128, 27648, 152064, qkv_bias=True),
     "qwen2-72B": LlamaArgs(8192, 80, 64, 8, 128, 29568, 152064, qkv_bias=True),
-    "qwen3-0.6B": LlamaArgs(1024, 28, 16, 8, 128, 3072, 151936, tie_embeddings=True, **_QWEN3),
-    "qwen3-1.7B": LlamaArgs(2048, 28, 16, 8, 128, 6144, 151936, tie_embeddings=True, **_QWEN3),
-    "qwen3-4B": LlamaArgs(2560, 36, 32, 8, 128, 9728, 151936, tie_embeddings=True, **_QWEN3),
-    "qwen3-8B": LlamaArgs(4096, 36, 32, 8, 128, 12288, 151936, **_QWEN3),
-    "qwen3-14B": LlamaArgs(5120, 40, 40, 8, 128, 17408, 151936, **_QWEN3),
-    "qwen3-32B": LlamaArgs(5120, 64, 64, 8, 128, 25600, 151936, **_QWEN3),
+    "qwen3-0.6B": _qwen3(1024, 28, 16, 8, 128, 3072, 151936, tie_embeddings=True),
+    "qwen3-1.7B": _qwen3(2048, 28, 16, 8, 128, 6144, 151936, tie_embeddings=True),
+    "qwen3-4B": _qwen3(2560, 36, 32, 8, 128, 9728, 151936, tie_embeddings=True),
+    "qwen3-8B": _qwen3(4096, 36, 32, 8, 128, 12288, 151936),
+    "qwen3-14B": _qwen3(5120, 40, 40, 8, 128, 17408, 151936),
+    "qwen3-32B": _qwen3(5120, 64, 64, 8, 128, 25600, 151936),
 }

@@ -3,10 +3,7 @@
 Source: the `modeling_*` and `configuration_*` files of Hugging Face transformers.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from models.architecture import Hub
+from models.architecture import Hub, HubConfig
 from models.llama.flavors import LlamaArgs
 
 # Ours -> theirs; `*` is the layer's number. RoPE pairs halves in both, so no row moves.
@@ -48,7 +45,7 @@ FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, 
 DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 
 
-def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+def sizes(config: HubConfig) -> dict[str, object]:
     """Values of a LlamaArgs from a config.json.
 
     Raises:
@@ -70,7 +67,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "qkv_bias": qkv_bias, "qk_norm": qk_norm, "windows": _windows(family, filled, config)}
 
 
-def _windows(family: str, filled: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+def _windows(family: str, filled: HubConfig, config: HubConfig) -> tuple[int, ...]:
     """The windows of the layers in turn, as their shortest period."""
     layers = filled["num_hidden_layers"]
     if family == "mistral":
@@ -86,7 +83,7 @@ def _windows(family: str, filled: Mapping[str, Any], config: Mapping[str, Any]) 
     return next(tuple(windows[:length]) for length in periods if windows[:length] * (layers // length) == windows)
 
 
-def config(args: LlamaArgs) -> dict[str, Any]:
+def config(args: LlamaArgs) -> dict[str, object]:
     """A config.json of these args, without rotary embedding, length and tokens.
 
     Raises:
@@ -99,7 +96,7 @@ def config(args: LlamaArgs) -> dict[str, Any]:
     family = "qwen2" if args.qkv_bias else "qwen3" if args.qk_norm else "mistral" if any(windows) else "llama"
     if len(windows - {0}) > 1 or (family == "mistral" and 0 in windows):
         raise ValueError(f"{family} has one window in every layer, and windows = {list(args.windows)}")
-    found: dict[str, Any] = {key: getattr(args, name) for name, key in KEYS.items()}
+    found: dict[str, object] = {key: getattr(args, name) for name, key in KEYS.items()}
     found |= {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family, "hidden_act": "silu"}
     if family == "llama" or family == "qwen3":
         found["attention_bias"] = False

@@ -6,7 +6,6 @@ et al., 2023; Dubey et al., 2024; the options, Qwen2 (Yang et al., 2024), Qwen3 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ class Llama(LanguageModel):
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         # By number, so that a pipeline stage keeps the names of its layers.
-        blocks = {str(number): self.block(args, attend, number) for number in range(args.n_layers)}
+        blocks = {str(number): self.block(attend, number) for number in range(args.n_layers)}
         self.layers = nn.ModuleDict(blocks)
         self.norm = self.norm_type(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -40,9 +39,10 @@ class Llama(LanguageModel):
         self.rope: tuple[Tensor, float] | None = None
         self.is_first = self.is_last = True
 
-    def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
+    def block(self, attend: Attend, number: int) -> nn.Module:
         """Build a layer; relatives of Llama override this."""
-        return Block(args, Attention(args, attend, args.mixers[number].window), self.norm_type)
+        attention = Attention(self.args, attend, self.args.mixers[number].window)
+        return Block(self.args, attention, self.norm_type)
 
     def keep_layers(self, first: int, stop: int) -> None:
         """Keep layers [first, stop), with the embedding before the first of all and the output after the last.
@@ -68,7 +68,7 @@ class Llama(LanguageModel):
         assert len(inverse_frequencies) == self.args.rotary_dim // 2
         self.rope = (torch.tensor(inverse_frequencies, dtype=torch.float64, device=device), attention_factor)
 
-    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> object:
         """Run the network.
 
         Args:
@@ -86,7 +86,7 @@ class Llama(LanguageModel):
             hidden = layer(hidden, cos, sin, plans)
         return self.finish(hidden, head)
 
-    def finish(self, hidden: Tensor, head: Head | None) -> Any:
+    def finish(self, hidden: Tensor, head: Head | None) -> object:
         """What forward returns, from the hidden states of the last layer that is kept."""
         if not self.is_last:
             return hidden

@@ -1,7 +1,7 @@
 """Sizes of mixtures of experts by name. Source: the config.json of each released checkpoint."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from models.llama.flavors import LlamaArgs
 
@@ -66,9 +66,9 @@ class MoeArgs(LlamaArgs):
         return super().problem()
 
 
-_QWEN3: dict[str, Any] = {"norm_eps": 1e-6, "qk_norm": True, "n_experts": 128, "experts_per_token": 8}
+_qwen3 = partial(MoeArgs, norm_eps=1e-6, qk_norm=True, n_experts=128, experts_per_token=8)
 FLAVORS = {
     "debug": MoeArgs(192, 4, 6, 2, 32, 192, tie_embeddings=True, n_experts=8, experts_per_token=2),
-    "qwen3-30B-A3B": MoeArgs(2048, 48, 32, 4, 128, 768, 151936, **_QWEN3),
-    "qwen3-235B-A22B": MoeArgs(4096, 94, 64, 4, 128, 1536, 151936, **_QWEN3),
+    "qwen3-30B-A3B": _qwen3(2048, 48, 32, 4, 128, 768, 151936),
+    "qwen3-235B-A22B": _qwen3(4096, 94, 64, 4, 128, 1536, 151936),
 }

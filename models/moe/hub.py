@@ -4,10 +4,7 @@ Source: `modeling_qwen3_moe` and `configuration_qwen3_moe` of Hugging Face trans
 of q and k go over all heads.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from models.architecture import Hub
+from models.architecture import Hub, HubConfig
 from models.llama import hub as llama
 from models.moe.flavors import MoeArgs
 
@@ -30,7 +27,7 @@ FIXED = {
 }
 
 
-def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+def sizes(config: HubConfig) -> dict[str, object]:
     """Values of a MoeArgs from a config.json; the weights of balance and z-loss are the run's own.
 
     Raises:
@@ -52,7 +49,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def config(args: MoeArgs) -> dict[str, Any]:
+def config(args: MoeArgs) -> dict[str, object]:
     """A config.json of these args, without rotary embedding, length and tokens.
 
     Raises:

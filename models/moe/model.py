@@ -6,7 +6,6 @@ et al., 2021), over each sequence by itself as in DeepSeek-V3, section 2.1.2; th
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +37,9 @@ class Moe(Llama):
         super().__init__(args, attend)
         self.add_loss = attend.add_loss
 
-    def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
+    def block(self, attend: Attend, number: int) -> nn.Module:
         """See Llama."""
-        return MoeBlock(args, attend, args.mixers[number].window)
+        return MoeBlock(self.args, attend, self.args.mixers[number].window)
 
     @property
     def experts(self) -> dict[int, nn.Module]:
@@ -54,14 +53,14 @@ class Moe(Llama):
             return {}
         return {int(number): layer.router.expert_bias for number, layer in self.layers.items()}  # type: ignore[misc, union-attr]
 
-    def to_empty(self, *, device: Any, recurse: bool = True) -> "Moe":
+    def to_empty(self, *, device: torch.types.Device, recurse: bool = True) -> "Moe":
         """Like that of any module; biases start at zero."""
         super().to_empty(device=device, recurse=recurse)
         for bias in self.router_biases.values():
             bias.zero_()
         return self
 
-    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> object:
         """See Llama."""
         hidden = self.tok_embeddings(tokens) if self.is_first else tokens
         cos, sin = self._rotations(positions)

@@ -4,8 +4,7 @@ Source: the config.json of each released checkpoint (text_config), Qwen team, 20
 """
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 from models.architecture import Mixer
 from models.llama.flavors import LlamaArgs
@@ -80,14 +79,14 @@ class HybridArgs(LlamaArgs):
         return super().problem()
 
 
-_DEBUG: dict[str, Any] = {"linear_key_heads": 3, "linear_value_heads": 6, "linear_key_dim": 32, "linear_value_dim": 32}
-_RELEASED: dict[str, Any] = {"vocab_size": 248320, "norm_eps": 1e-6, "qk_norm": True}
+_debug = partial(HybridArgs, linear_key_heads=3, linear_value_heads=6, linear_key_dim=32, linear_value_dim=32)
+_released = partial(HybridArgs, vocab_size=248320, norm_eps=1e-6, qk_norm=True)
 # E, layers, Hq, Hkv, D, SwiGLU.
 FLAVORS = {
-    "debug": HybridArgs(192, 4, 6, 2, 32, 512, tie_embeddings=True, qk_norm=True, rotary_share=0.5, **_DEBUG),
-    "0.8B": HybridArgs(1024, 24, 8, 2, 256, 3584, tie_embeddings=True, linear_value_heads=16, **_RELEASED),
-    "2B": HybridArgs(2048, 24, 8, 2, 256, 6144, tie_embeddings=True, linear_value_heads=16, **_RELEASED),
-    "4B": HybridArgs(2560, 32, 16, 4, 256, 9216, tie_embeddings=True, linear_value_heads=32, **_RELEASED),
-    "9B": HybridArgs(4096, 32, 16, 4, 256, 12288, linear_value_heads=32, **_RELEASED),
-    "27B": HybridArgs(5120, 64, 24, 4, 256, 17408, linear_value_heads=48, **_RELEASED),
+    "debug": _debug(192, 4, 6, 2, 32, 512, tie_embeddings=True, qk_norm=True, rotary_share=0.5),
+    "0.8B": _released(1024, 24, 8, 2, 256, 3584, tie_embeddings=True, linear_value_heads=16),
+    "2B": _released(2048, 24, 8, 2, 256, 6144, tie_embeddings=True, linear_value_heads=16),
+    "4B": _released(2560, 32, 16, 4, 256, 9216, tie_embeddings=True, linear_value_heads=32),
+    "9B": _released(4096, 32, 16, 4, 256, 12288, linear_value_heads=32),
+    "27B": _released(5120, 64, 24, 4, 256, 17408, linear_value_heads=48),
 }

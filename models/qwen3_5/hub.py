@@ -3,10 +3,7 @@
 Source: `modeling_qwen3_5` and `configuration_qwen3_5` of Hugging Face transformers.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from models.architecture import Hub
+from models.architecture import Hub, HubConfig
 from models.llama import hub as llama
 from models.qwen3_5.flavors import HybridArgs
 
@@ -30,7 +27,7 @@ KEYS = {
 }
 
 
-def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+def sizes(config: HubConfig) -> dict[str, object]:
     """Values of a HybridArgs from a config.json, of a multimodal one those of its text model.
 
     Raises:
@@ -57,7 +54,7 @@ def _layer_types(args: HybridArgs) -> list[str]:
     return ["linear_attention" if linear else "full_attention" for linear in args.linear_layers]
 
 
-def config(args: HybridArgs) -> dict[str, Any]:
+def config(args: HybridArgs) -> dict[str, object]:
     """A config.json of these args, without rotary embedding, length and tokens."""
     return {
         **{key: getattr(args, name) for name, key in (llama.KEYS | KEYS).items()},

@@ -5,8 +5,6 @@ Gated Delta Networks (Yang et al., 2024); Qwen3-Next and Qwen3.5 (Qwen team, 202
 operations, `modeling_qwen3_5` of Hugging Face transformers.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,9 +35,9 @@ class Hybrid(Llama):
     args: HybridArgs
     norm_type = CenteredRMSNorm
 
-    def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
+    def block(self, attend: Attend, number: int) -> nn.Module:
         """See Llama."""
-        linear = args.linear_layers[number]
+        args, linear = self.args, self.args.linear_layers[number]
         mixer = GatedDeltaNet(args, attend) if linear else GatedAttention(args, attend, args.mixers[number].window)
         return Block(args, mixer, self.norm_type)
 

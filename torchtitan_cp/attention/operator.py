@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.library import CustomOpDef
 
+from torchtitan_cp.attention.autograd import Context
 from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.kernels import KERNELS, ScoreMod, choose_kernel
@@ -19,6 +21,9 @@ from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.strategies import STRATEGIES, log_choice
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 @keep_newest
@@ -71,16 +76,16 @@ def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str) -> Callable[[Callable[P, Result]], CustomOpDef]:
     """Make a function an operator of torch.library. Autocast does not change its dtypes."""
 
-    def register(function: Callable[..., Any]) -> Any:
+    def register(function: Callable[P, Result]) -> CustomOpDef:
         @wraps(function)
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: P.args, **named: P.kwargs) -> Result:
             if forward_ad._current_level >= 0:  # torch.library would drop the tangents silently
                 raise PlanError(f"{name} has no forward-mode derivative", fix="use reverse mode, such as backward()")
             with torch._C._DisableAutocast():
-                return function(*arguments)
+                return function(*arguments, **named)
 
         # A replayed CUDA graph would run the plan that it was recorded with, since Python looks up the plan.
         tags = [torch.Tag.cudagraph_unsafe]
@@ -89,9 +94,9 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     return register
 
 
-def _new_outputs(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _new_outputs(q: Tensor, k: Tensor, v: Tensor, all_to_all_ranks: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What `attention` returns, by shape and dtype."""
-    all_to_all_ranks = int(options[-1])  # torch.compile makes it symbolic once it has changed
+    all_to_all_ranks = int(all_to_all_ranks)  # torch.compile makes it symbolic once it has changed
     (batch, rows, heads, _), lse_dtype = q.shape, accumulation_dtype(q.dtype)
     out = q.new_empty((batch, rows, heads, v.shape[-1]))
     lse = q.new_empty((batch, rows, heads), dtype=lse_dtype)
@@ -105,10 +110,10 @@ def _new_outputs(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor
 
 
 def _new_gradients(
-    dout: Tensor, residuals: list[Tensor], sinks: Tensor | None, *options: Any
+    dout: Tensor, residuals: list[Tensor], sinks: Tensor | None, key_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `attention_backward` returns, by shape and dtype."""
-    (batch, rows, heads, v_dim), qk_dim, key_heads = dout.shape, residuals[0].shape[-1], options[-1]
+    (batch, rows, heads, v_dim), qk_dim = dout.shape, residuals[0].shape[-1]
     shapes = ((heads, qk_dim), (key_heads, qk_dim), (key_heads, v_dim))
     dq, dk, dv = (dout.new_empty((batch, rows, *shape)) for shape in shapes)
     return dq, dk, dv, dout.new_empty(0) if sinks is None else torch.zeros_like(sinks)
@@ -158,14 +163,25 @@ def attention_backward(
     return dq, dk, dv, dout.new_empty(0) if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+class _Context(Context, Protocol):
+    scale: float
+    softcap: float
+    all_to_all_ranks: int
+    key_heads: int
+
+
+def _save_for_backward(
+    ctx: _Context,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, float, float, int],
+    output: tuple[Tensor, Tensor, list[Tensor]],
+) -> None:
     q, k, v, sinks, handle, ctx.scale, ctx.softcap, ctx.all_to_all_ranks = inputs
     out, lse, residuals = output
     ctx.key_heads = k.shape[2]
     ctx.save_for_backward(handle, sinks, *(residuals or (q, k, v, out, lse)))
 
 
-def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: _Context, dout: Tensor, *_: object) -> tuple[Tensor | None, ...]:
     handle, sinks, *residuals = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.torchtitan_cp.attention_backward(
         dout, residuals, sinks, handle, ctx.scale, ctx.softcap, ctx.all_to_all_ranks, ctx.key_heads
@@ -173,8 +189,10 @@ def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None
 
 
-attention.register_fake(_new_outputs)
-attention_backward.register_fake(_new_gradients)
+attention.register_fake(lambda q, k, v, *options: _new_outputs(q, k, v, options[-1]))
+attention_backward.register_fake(
+    lambda dout, residuals, sinks, *options: _new_gradients(dout, residuals, sinks, options[-1])
+)
 attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 OPERATOR = torch.ops.torchtitan_cp.attention.default

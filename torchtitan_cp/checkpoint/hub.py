@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.contract import Hub, ReadShard, StoredTensor
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_FILES = "*.safetensors*"  # both of them, and the files of an index
@@ -47,9 +47,9 @@ UNQUANTIZED = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 def _load_by_names(
     part: nn.Module,
     all_names: Iterable[str],
-    stored: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
     names: Mapping[str, str],
-    read: Callable[..., bool],
+    read: ReadShard,
 ) -> None:
     """Fill a part of a model, each rank its own shards.
 
@@ -105,7 +105,7 @@ def _hub_pattern(name: str, names: Mapping[str, str]) -> str:
     return names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", layer, 1)
 
 
-def read_shard(stored: Any, start: Sequence[int], whole: Tensor, *, compare: bool = False) -> bool:
+def read_shard(stored: StoredTensor, start: Sequence[int], whole: Tensor, *, compare: bool = False) -> bool:
     """Copy a stored tensor into this rank's shard of a parameter, as far as they overlap.
 
     Args:
@@ -133,10 +133,10 @@ def read_shard(stored: Any, start: Sequence[int], whole: Tensor, *, compare: boo
     return True
 
 
-def _open_tensors(folder: Path) -> dict[str, Any]:
+def _open_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Hub name -> slice of a file. Of a multimodal model only the text model's, by the names of a text model."""
     open_once = cache(_open)
-    stored, name = dict[str, Any](), ""
+    stored, name = dict[str, StoredTensor](), ""
     try:
         for name, file in files_by_tensor(folder).items():
             stored[name] = open_once(folder / file).get_slice(name)
@@ -144,7 +144,7 @@ def _open_tensors(folder: Path) -> dict[str, Any]:
         raise _broken(folder, f"has no {name} in the file that its index names: {error}") from None
     if not any(map(TEXT_PREFIX.match, stored)):
         return stored
-    text = dict[str, Any]()
+    text = dict[str, StoredTensor]()
     for name, tensor in stored.items():
         text_name = TEXT_PREFIX.sub("model.", name).removeprefix("language_model.")
         if text_name != name or name.startswith("lm_head."):
@@ -185,7 +185,7 @@ def refuse_without_weights(where: object, names: Sequence[str]) -> None:
         raise _broken(where, f"has neither {SINGLE_FILE} nor {INDEX_FILE}{pickled}", fix=SAVE_AGAIN if found else "")
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -232,14 +232,14 @@ def save_hub_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[lis
 
 
 def load_parts(
-    folder: Path, parts: Iterable[nn.Module], all_names: Iterable[str], hub: Any, read: Callable[..., bool] = read_shard
+    folder: Path, parts: Iterable[nn.Module], all_names: Iterable[str], hub: Hub, read: ReadShard = read_shard
 ) -> None:
     """Fill the parts of a model from a folder.
 
     Args:
         all_names: names of all parameters of the whole model.
-        hub: the architecture's `models.architecture.Hub`.
-        read: (stored tensor, where it begins in ours, ours, compare=) -> False if `compare` finds other values.
+        hub: of the architecture.
+        read: see `read_shard`.
 
     Raises:
         ConfigError: the folder lacks tensors of this model, or has others.
@@ -258,26 +258,26 @@ def load_parts(
         raise _broken(folder, str(error)) from None
 
 
-def check_weights(folder: Path, model: nn.Module, hub: Any) -> None:
+def check_weights(folder: Path, model: nn.Module, hub: Hub) -> None:
     """Refuse what `load_parts` would refuse, by the files' headers; values are read only of a weight stored twice.
 
     Args:
         model: the whole model, on the meta device.
-        hub: the architecture's `models.architecture.Hub`.
+        hub: of the architecture.
 
     Raises:
         ConfigError: as `load_parts`.
     """
-    first = dict[tuple[Tensor, tuple[int, ...]], Any]()
+    first = dict[tuple[Tensor, tuple[int, ...]], StoredTensor]()
 
-    def compare_tied(stored: Any, start: Sequence[int], whole: Tensor, *, compare: bool = False) -> bool:
+    def compare_tied(stored: StoredTensor, start: Sequence[int], whole: Tensor, *, compare: bool = False) -> bool:
         other = first.setdefault((whole, tuple(start)), stored)
         return not compare or other is stored or _same_values(other, stored)
 
     load_parts(folder, [model], [name for name, _ in model.named_parameters()], hub, compare_tied)
 
 
-def _same_values(one: Any, other: Any) -> bool:
+def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two stored tensors of one shape are equal in fp32, which parameters have; some rows at a time."""
     rows = range(0, one.get_shape()[0], COMPARED_ROWS)
     pairs = ((x[row : row + COMPARED_ROWS].float() for x in (one, other)) for row in rows)

@@ -1,11 +1,10 @@
 """A stage's rotary embedding as Hugging Face's config.json has it, to and from."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.contract import HubConfig
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.rope import KEYS_BY_KIND, Rope
 
@@ -15,7 +14,7 @@ ROPE_KEYS["original_seq_len"] = "original_max_position_embeddings"
 ATTENTION_KEYS = {"attention_factor", "mscale", "mscale_all_dim"}
 
 
-def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
+def rope_parameters(rope: Rope, head_dim: int) -> HubConfig:
     """A stage's rotary embedding as config.json's `rope_parameters`; head_dim is D."""
     if rope.kind == "ntk":  # another theta there
         return {"rope_type": "default", "rope_theta": rope.theta * rope.factor ** (head_dim / (head_dim - 2))}
@@ -27,7 +26,7 @@ def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
     return {"rope_type": "default" if rope.kind == "none" else rope.kind, "rope_theta": rope.theta, **values}
 
 
-def fill_rope(rope: Rope, config: Mapping[str, Any]) -> Rope:
+def fill_rope(rope: Rope, config: HubConfig) -> Rope:
     """A stage's rotary embedding, with theta and the keys of its kind that the TOML omits from a config.json.
 
     Raises:
@@ -45,7 +44,7 @@ def fill_rope(rope: Rope, config: Mapping[str, Any]) -> Rope:
     return filled
 
 
-def hub_rope(config: Mapping[str, Any], wanted: str = "") -> Rope:
+def hub_rope(config: HubConfig, wanted: str = "") -> Rope:
     """The rotary embedding of a config.json, as a stage has it.
 
     Args:
@@ -77,7 +76,7 @@ def hub_rope(config: Mapping[str, Any], wanted: str = "") -> Rope:
     return build(Rope, table, where="rope", file="config.json of model.hub_checkpoint")
 
 
-def rope_changes(config: Mapping[str, Any], rope: Rope, head_dim: int) -> list[str]:
+def rope_changes(config: HubConfig, rope: Rope, head_dim: int) -> list[str]:
     """What a stage changes in the rotary embedding of a config.json; head_dim is D."""
     before, after = _hub_rope_parameters(config), rope_parameters(rope, head_dim)
     with suppress(ConfigError):  # a kind that no stage can have
@@ -86,7 +85,7 @@ def rope_changes(config: Mapping[str, Any], rope: Rope, head_dim: int) -> list[s
     return [f"{key} {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]
 
 
-def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+def _hub_rope_parameters(config: HubConfig) -> HubConfig:
     """`rope_parameters` of a config.json, for layers without a window; before transformers 5 two keys held them."""
     config = config.get("text_config", config)
     # If rope_theta is missing, as in Llama 2's config.json, transformers takes 10,000.

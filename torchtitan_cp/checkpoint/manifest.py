@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch.distributed as dist
 
@@ -15,8 +15,13 @@ MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
 READ_BYTES = 2**24
 
-# Size in bytes and SHA-256 of a file, and when it was last changed, in Unix nanoseconds.
-Checksum = dict[str, Any]
+
+class Checksum(TypedDict):
+    """Size in bytes and SHA-256 of a file, and when it was last changed, in Unix nanoseconds."""
+
+    bytes: int
+    sha256: str
+    modified_ns: int
 
 
 @dataclass(frozen=True)

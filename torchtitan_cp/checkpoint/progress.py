@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.json_types import Json, JsonObject
 
 PROGRESS_FILE = "progress.json"
 # The progress after the evaluation of a stage's end, which follows the save of its last step. Not in the manifest:
@@ -58,18 +59,18 @@ class Progress:
     evaluated_step: int = 0
     source_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     read_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
-    identity: dict[str, Any] = dataclasses.field(default_factory=dict)
+    identity: JsonObject = dataclasses.field(default_factory=dict)
     block_tokens: int = 0
-    data_order: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data_order: JsonObject = dataclasses.field(default_factory=dict)
     short_loss: float | None = None
     short_tokens: int = 0
     trained_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     skipped_ranges: list[list[int]] = dataclasses.field(default_factory=list)
-    health: dict[str, Any] = dataclasses.field(default_factory=dict)
+    health: dict[str, int] = dataclasses.field(default_factory=dict)
     spike_history: list[list[float]] = dataclasses.field(default_factory=list)
-    text_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    ropes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    text_settings: JsonObject = dataclasses.field(default_factory=dict)
+    ropes: dict[str, JsonObject | None] = dataclasses.field(default_factory=dict)
     stage_losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -151,7 +152,7 @@ def read_progress(folder: Path) -> Progress:
 NEW_RUN = "give the new run a folder of its own: --job.dump_folder=..."
 
 
-def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path, otherwise: str = NEW_RUN) -> None:
+def check_identity(saved: JsonObject, now: JsonObject, path: Path, otherwise: str = NEW_RUN) -> None:
     """Raise if the model or the data differ from those of a checkpoint.
 
     Args:
@@ -170,7 +171,7 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path, other
             )
 
 
-def _differing(was: Any, now: Any) -> tuple[Any, Any]:
+def _differing(was: Json, now: Json) -> tuple[Json, Json]:
     """The entries in which two tables differ; other values as they are."""
     if not (isinstance(was, dict) and isinstance(now, dict)):
         return was, now

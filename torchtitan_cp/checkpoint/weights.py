@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, Progress, read_progress
 from torchtitan_cp.config import Config, ConfigError, load_config
+from torchtitan_cp.config.json_types import JsonObject
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.run_folder import CHECKPOINTS, RUN_CONFIG
@@ -61,9 +61,11 @@ class SavedModel:
         return self.config.curriculum.stages[self.stage_index]
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def sizes(self) -> JsonObject:
         """The model's sizes by name, the vocabulary among them: what `training.registry.args_from` makes args of."""
-        return dict(self.progress.identity["model"])
+        sizes = self.progress.identity["model"]
+        assert isinstance(sizes, dict)
+        return sizes
 
     @property
     def length_note(self) -> str:
@@ -122,7 +124,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
     index = max(map(int, progress.stage_losses), default=0)
     if str(index) in progress.ropes:  # the config may have another rope by now
         values = progress.ropes[str(index)]
-        rope = values and build(Rope, values, where=f"curriculum.stages[{index}].rope", file=str(path))
+        rope = build(Rope, values, where=f"curriculum.stages[{index}].rope", file=str(path)) if values else None
         stages = list(config.curriculum.stages)
         stages[index] = replace(stages[index], rope=rope)
         config = config.with_keys(curriculum={"stages": tuple(stages)})

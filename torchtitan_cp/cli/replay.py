@@ -18,8 +18,9 @@ def build(bundle: Bundle) -> nn.Module:
     """The module of a bundle with its weights, in the run's compute dtype."""
     report, name = bundle.report, bundle.report["module"]
     if name == "loss":
-        keys = ("loss_chunk_tokens", "z_loss", "logit_scale", "logit_softcap")
-        return ChunkedCrossEntropy(*(report[key] for key in keys if key in report))
+        scale, softcap = report.get("logit_scale", 1.0), report.get("logit_softcap", 0.0)
+        return ChunkedCrossEntropy(report["loss_chunk_tokens"], report.get("z_loss", 0.0), scale, softcap)
+    assert name, "a bundle without a module is refused before"
     model = Model(architecture=report["architecture"])
     module = empty_model(model, args_from(model, report["sizes"]), LayerAttention()).get_submodule(name)
     module.load_state_dict(bundle.under("weight."), assign=True, strict=False)

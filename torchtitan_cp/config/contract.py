@@ -3,10 +3,33 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from models.architecture import Architecture, Attend, Head, Hub, LanguageModel, Mixer, ModelArgs
+    from models.architecture import (
+        Architecture,
+        Attend,
+        Head,
+        Hub,
+        HubConfig,
+        LanguageModel,
+        Mixer,
+        ModelArgs,
+        ReadShard,
+        StoredTensor,
+    )
 
     AnyArchitecture = Architecture[Any]
 else:
-    AnyArchitecture = Attend = Head = Hub = LanguageModel = Mixer = ModelArgs = Any
+    AnyArchitecture = Attend = Head = Hub = HubConfig = LanguageModel = Mixer = ModelArgs = Any
+    ReadShard = StoredTensor = Any
 
-__all__ = ["AnyArchitecture", "Attend", "Head", "Hub", "LanguageModel", "Mixer", "ModelArgs"]
+__all__ = [
+    "AnyArchitecture",
+    "Attend",
+    "Head",
+    "Hub",
+    "HubConfig",
+    "LanguageModel",
+    "Mixer",
+    "ModelArgs",
+    "ReadShard",
+    "StoredTensor",
+]

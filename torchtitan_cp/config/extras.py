@@ -1,12 +1,12 @@
 """Packages that only some configs need."""
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 from torchtitan_cp.config.errors import ConfigError
 
 
-def import_extra(module: str, *, extra: str, needed_by: str) -> Any:
+def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
     """Import an optional package.
 
     Args:

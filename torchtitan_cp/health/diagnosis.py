@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from torchtitan_cp.attention import Plan
 from torchtitan_cp.attention.local_shard import local_tensor
+from torchtitan_cp.config.contract import LanguageModel
+from torchtitan_cp.config.json_types import JsonObject
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.health.monitor import StepReport
 
@@ -26,8 +29,25 @@ WEIGHT, DATA, STEP = range(3)
 FORWARD, BACKWARD = "forward", "backward"
 MIN_GROWTH = 4.0  # a tensor that grew less than this since a healthy step does not explain a spike
 
-# (step, micro-batches, context) -> report. Runs a step again within the context and discards its gradients.
-RunStep = Callable[[Sequence[Any], AbstractContextManager[Any]], StepReport]
+
+class WatchedBatch(Protocol):
+    """What a micro-batch says of its tokens; see data.batches.micro_batches.MicroBatch."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def labels(self) -> Tensor: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def plans(self) -> dict[int, Plan]: ...
+    @property
+    def numbers(self) -> tuple[int, ...]: ...
+
+
+Batch = TypeVar("Batch", bound=WatchedBatch)
+# (micro-batches, context) -> report. Runs a step again within the context and discards its gradients.
+RunStep = Callable[[Sequence[Batch], AbstractContextManager[None]], StepReport]
 
 
 @dataclass(frozen=True)
@@ -88,7 +108,7 @@ class ModuleTrace:
     def __init__(self, parts: Iterable[tuple[int, str, nn.Module]], keep: tuple[nn.Module, int] | None = None) -> None:
         self.parts, self.keep = list(parts), keep
         self.observed = list[tuple[float, Event]]()
-        self.inputs, self.keywords = list[Any](), dict[str, Any]()
+        self.inputs, self.keywords = list[object](), dict[str, object]()
         self.output_gradients: dict[int, Tensor] = {}
         self._gradient: Tensor | None = None
         self._weights: set[int] = set()
@@ -107,7 +127,14 @@ class ModuleTrace:
                     self._hooks.enter_context(module.register_forward_hook(after))
             yield
 
-    def _before(self, part: tuple[int, str], name: str, module: nn.Module, inputs: Any, keywords: Any) -> None:
+    def _before(
+        self,
+        part: tuple[int, str],
+        name: str,
+        module: nn.Module,
+        inputs: tuple[object, ...],
+        keywords: dict[str, object],
+    ) -> None:
         if is_recomputing():
             return
         if name == part[1]:  # the part itself runs once per micro-batch, in their order
@@ -121,13 +148,13 @@ class ModuleTrace:
                 observe = partial(self._observe, part[0], None, BACKWARD, name, f"gradient of {weight_name}")
                 self._hooks.enter_context(weight.register_hook(observe))
 
-    def _after(self, part: tuple[int, str], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _after(self, part: tuple[int, str], name: str, module: nn.Module, inputs: object, output: object) -> None:
         if not is_recomputing():
             outputs = output if isinstance(output, tuple) else (output,)
             self._observe_all(part, name, "output", outputs, keep=self.keep == (module, self._forwards[part] - 1))
 
     def _observe_all(
-        self, part: tuple[int, str], name: str, quantity: str, values: tuple[Any, ...], keep: bool
+        self, part: tuple[int, str], name: str, quantity: str, values: tuple[object, ...], keep: bool
     ) -> None:
         number, micro_batch = part[0], self._forwards[part] - 1
         for position, x in enumerate(values):
@@ -283,14 +310,14 @@ class Diagnosis:
         """Whether all weights are finite; if one is not, the next step will be bad too."""
         return self.culprit is None or self.culprit.order[0] != WEIGHT
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """The diagnosis by the keys of a bundle's report."""
         values = asdict(self)
         return {**values.pop("token"), **values}
 
 
 @dataclass(frozen=True)
-class Diagnoser:
+class Diagnoser(Generic[Batch]):
     """Finds the module, rank and token with which the bad values of a step begin.
 
     Attributes:
@@ -303,15 +330,15 @@ class Diagnoser:
         compiled: whether the run itself uses torch.compile.
     """
 
-    parts: Sequence[tuple[int, nn.Module]]
+    parts: Sequence[tuple[int, LanguageModel]]
     loss: nn.Module
     vocabulary: int
     tp_mesh: DeviceMesh | None
     device: torch.device
-    run_step: RunStep
+    run_step: RunStep[Batch]
     compiled: bool
 
-    def diagnose(self, micro_batches: Sequence[Any], report: StepReport, healthy: Sequence[Any]) -> Diagnosis:
+    def diagnose(self, micro_batches: Sequence[Batch], report: StepReport, healthy: Sequence[Batch]) -> Diagnosis:
         """Run a bad step again and find the first bad value of all ranks. Collective.
 
         Args:
@@ -330,7 +357,7 @@ class Diagnoser:
         event = find_nonfinite_weight(part for _, part in self.parts)
         event = event or find_invalid_tokens(ids, self.vocabulary)
         grown = [(math.inf, event)] if event else trace.growth_over(usual) if reproduces else []
-        gathered: list[Any] = [None] * dist.get_world_size()
+        gathered = [grown] * dist.get_world_size()
         dist.all_gather_object(gathered, grown)
         origin = find_origin(gathered)
         repeated = "; it comes again when the step is repeated" + " without torch.compile" * self.compiled
@@ -354,7 +381,7 @@ class Diagnoser:
         """The parts and the loss, in the form that ModuleTrace takes."""
         return [*((number, "", part) for number, part in self.parts), (self.parts[-1][0], "loss", self.loss)]
 
-    def _locate(self, event: Event, micro_batches: Sequence[Any]) -> dict[str, int]:
+    def _locate(self, event: Event, micro_batches: Sequence[Batch]) -> dict[str, int]:
         """The token that a bad value belongs to; empty for a weight or its gradient."""
         if event.order[0] == WEIGHT or "of" in event.quantity.split():
             return {}

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,11 +85,11 @@ class HealthMonitor:
                 block.register_forward_hook(partial(self._watch_output, int(number)))
             next(iter(layers.values())).register_forward_pre_hook(self._watch_input, prepend=True)
 
-    def _watch_output(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
+    def _watch_output(self, number: int, block: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():
             self._update_largest(number, output[0] if isinstance(output, tuple) else output)
 
-    def _watch_input(self, block: nn.Module, inputs: Any) -> None:
+    def _watch_input(self, block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if inputs and inputs[0].requires_grad:
             inputs[0].register_hook(partial(self._update_largest, -1))
 

@@ -1,16 +1,25 @@
 """What follows a bad step: skip it, roll back to a checkpoint, halt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 from torchtitan_cp.config.run import Health
 
+
+class SavedStep(Protocol):
+    """The progress of a checkpoint."""
+
+    @property
+    def step(self) -> int: ...
+
+
+Saved = TypeVar("Saved", bound=SavedStep)
 # (step or None) -> path and progress of the newest good checkpoint, older than the step if one is given.
-FindCheckpoint = Callable[[int | None], tuple[Path, Any] | None]
+FindCheckpoint = Callable[[int | None], tuple[Path, Saved] | None]
 # A message for the log; path and progress of the checkpoint to load, or None to keep the weights as they are.
-Recovery = tuple[str, tuple[Path, Any] | None]
+Recovery = tuple[str, tuple[Path, Saved] | None]
 # A bad document or a flipped bit spoils a step or two; what spoils five in a row comes again.
 MAX_SKIPS = 5
 
@@ -49,7 +58,7 @@ class RecoveryPolicy:
         state: fields of RecoveryState by name, from a checkpoint. Those of earlier versions are not read.
     """
 
-    def __init__(self, settings: Health, state: dict[str, Any]) -> None:
+    def __init__(self, settings: Health, state: Mapping[str, int]) -> None:
         known = {entry.name for entry in fields(RecoveryState)}
         self.settings = settings
         self.state = RecoveryState(**{name: value for name, value in state.items() if name in known})
@@ -60,7 +69,9 @@ class RecoveryPolicy:
         state.skips = state.bad_steps = 0
         state.healthy_steps += 1
 
-    def choose_action(self, problem: str, find_checkpoint: FindCheckpoint, *, weights_finite: bool = True) -> Recovery:
+    def choose_action(
+        self, problem: str, find_checkpoint: FindCheckpoint[Saved], *, weights_finite: bool = True
+    ) -> Recovery[Saved]:
         """Count a bad step, which has changed no weight, and choose what follows it.
 
         Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,12 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.config import UserError
+from torchtitan_cp.config.json_types import Json, JsonObject
 from torchtitan_cp.health.diagnosis import (
     BACKWARD,
     DATA,
     STEP,
+    Batch,
     Diagnoser,
     Diagnosis,
     Event,
@@ -33,8 +35,48 @@ from torchtitan_cp.health.diagnosis import (
 logger = logging.getLogger(__name__)
 
 REPORT, TENSORS = "report.json", "tensors.safetensors"
+Arguments = tuple[list[Json], dict[str, Json]]  # of a module, by position and by name
 PLANS = "plans"  # stands for a block's argument with its attention plans
 MIN_FRACTION = 0.9  # of a spike's value that a replay must reach, as another order of summation changes it a little
+
+
+class RunSettings(TypedDict):
+    """What the report of a bundle says of the run.
+
+    Attributes:
+        findings: non-finite values or spikes of the step.
+        architecture, sizes: of the model; see `registry.sizes_of`.
+        loss_chunk_tokens, z_loss, logit_scale, logit_softcap: of the loss.
+    """
+
+    findings: Sequence[str]
+    architecture: str
+    sizes: JsonObject
+    compute_dtype: str
+    loss_chunk_tokens: int
+    z_loss: float
+    logit_scale: float
+    logit_softcap: float
+
+
+class Report(RunSettings):
+    """The report of a bundle, which also has all fields of the diagnosis.
+
+    Attributes:
+        module: name of the culprit; None: no single module is the cause.
+        arguments, named: of the module, with names of tensors, PLANS and plain values.
+        document_lengths: of each row; None: one document.
+    """
+
+    summary: str
+    module: str | None
+    culprit: dict[str, Any]  # fields of an Event
+    times: float
+    arguments: list[Json]
+    named: dict[str, Json]
+    seq_len: int
+    document_lengths: Sequence[Sequence[int]] | None
+    windows: list[int]
 
 
 @dataclass
@@ -42,11 +84,11 @@ class Bundle:
     """A bad step on disk, as safetensors and JSON.
 
     Attributes:
-        report: plain JSON.
+        report: as JSON.
         tensors: by name: `input.N`, `output_gradient.N`, `weight.NAME`, `tokens`, `labels`.
     """
 
-    report: dict[str, Any]
+    report: Report
     tensors: dict[str, Tensor]
 
     def write(self, folder: Path) -> None:
@@ -84,7 +126,12 @@ class Bundle:
 
 
 def save_bundle(
-    diagnoser: Diagnoser, found: Diagnosis, step: int, micro_batches: Sequence[Any], about: dict[str, Any], folder: Path
+    diagnoser: Diagnoser[Batch],
+    found: Diagnosis,
+    step: int,
+    micro_batches: Sequence[Batch],
+    about: RunSettings,
+    folder: Path,
 ) -> Diagnosis:
     """Write the inputs and weights of the culprit's module, gathered from all ranks. Collective.
 
@@ -101,7 +148,7 @@ def save_bundle(
     plan = batch.plan
     name = event.culprit_module if event and event.order[0] != DATA else ""
     tensors = {name: plan.unshard(getattr(batch, name).to(diagnoser.device)) for name in ("tokens", "labels")}
-    report = {
+    report: dict[str, object] = {
         **about,
         **found.as_json(),
         "step": step,
@@ -127,7 +174,7 @@ def save_bundle(
     written = torch.ones((), device=diagnoser.device)
     if dist.get_rank() == (found.ranks[0] if found.ranks else 0):
         try:
-            Bundle(report, tensors).write(folder)
+            Bundle(cast(Report, report), tensors).write(folder)
         except Exception as error:  # the other ranks wait
             logger.error("the tensors of step %d cannot be written to %s: %s", step, folder, error)
             written.zero_()
@@ -135,16 +182,15 @@ def save_bundle(
     return replace(found, summary=f"{found.summary}; its tensors are in {folder}") if written else found
 
 
-def _gathered(x: Any, diagnoser: Diagnoser) -> Tensor:
+def _gathered(x: Tensor, diagnoser: Diagnoser[Batch]) -> Tensor:
     """A whole parameter or buffer. NCCL cannot send from host memory, where fsdp_cpu_offload keeps the shards."""
-    on_device: Any = x.to(diagnoser.device)
-    whole: Tensor = on_device.full_tensor() if isinstance(x, DTensor) else on_device
-    return whole
+    on_device = x.to(diagnoser.device)
+    return on_device.full_tensor() if isinstance(on_device, DTensor) else on_device
 
 
 def _whole_arguments(
-    diagnoser: Diagnoser, module: nn.Module, trace: ModuleTrace, batch: Any
-) -> tuple[Any, dict[str, Tensor]]:
+    diagnoser: Diagnoser[Batch], module: nn.Module, trace: ModuleTrace, batch: Batch
+) -> tuple[Arguments, dict[str, Tensor]]:
     """The arguments of a module as JSON; their tensors and the gradients of its outputs, gathered from all ranks."""
     mesh = diagnoser.tp_mesh
     rows, tokens = batch.tokens.shape
@@ -163,8 +209,9 @@ def _whole_arguments(
     described, tensors = pack_arguments((trace.inputs, trace.keywords), whole)
     if module is diagnoser.loss:
         # A tensor-parallel rank has only some rows of the output matrix.
-        output: Any = diagnoser.parts[-1][1].output
-        tensors["input.1"] = _gathered(output.weight, diagnoser).to(trace.inputs[0].dtype)
+        hidden, output = trace.inputs[0], diagnoser.parts[-1][1].output
+        assert isinstance(hidden, Tensor)
+        tensors["input.1"] = _gathered(output.weight, diagnoser).to(hidden.dtype)
     weight = getattr(module, "weight", None)
     # If a linear layer is split by its outputs, a rank has all tokens, but only some outputs.
     split = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements[-1].is_shard(0)
@@ -175,7 +222,9 @@ def _whole_arguments(
     return described, tensors
 
 
-def pack_arguments(arguments: Any, whole: Callable[[Tensor], Tensor]) -> tuple[Any, dict[str, Tensor]]:
+def pack_arguments(
+    arguments: tuple[list[object], dict[str, object]], whole: Callable[[Tensor], Tensor]
+) -> tuple[Arguments, dict[str, Tensor]]:
     """A module's arguments as JSON, and their tensors.
 
     Args:
@@ -183,7 +232,7 @@ def pack_arguments(arguments: Any, whole: Callable[[Tensor], Tensor]) -> tuple[A
     """
     tensors: dict[str, Tensor] = {}
 
-    def describe(x: Any) -> Any:
+    def describe(x: object) -> Json:
         if isinstance(x, Tensor):
             name = f"input.{len(tensors)}"
             tensors[name] = whole(x)
@@ -192,10 +241,11 @@ def pack_arguments(arguments: Any, whole: Callable[[Tensor], Tensor]) -> tuple[A
             return PLANS
         return x if isinstance(x, (bool, int, float)) else None
 
-    return tree_map(describe, arguments, is_leaf=_are_plans), tensors
+    described: Arguments = tree_map(describe, arguments, is_leaf=_are_plans)
+    return described, tensors
 
 
-def _are_plans(x: Any) -> bool:
+def _are_plans(x: object) -> bool:
     """Whether this argument is a layer's plans by window."""
     return isinstance(x, dict) and any(isinstance(key, int) for key in x)
 
@@ -218,7 +268,9 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
     """
     report, name = bundle.report, bundle.report["module"]
     ids = {name: x for name, x in bundle.tensors.items() if name in ("tokens", "labels")}
-    if event := find_invalid_tokens([ids], report["sizes"]["vocab_size"]):
+    vocabulary = report["sizes"]["vocab_size"]
+    assert isinstance(vocabulary, int)
+    if event := find_invalid_tokens([ids], vocabulary):
         return event
     if name is None:
         raise UserError(
@@ -248,7 +300,7 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
     return next((event for value, event in trace.observed if value >= least and event.location == spike.location), None)
 
 
-def _make_plans(report: dict[str, Any]) -> dict[int, Plan]:
+def _make_plans(report: Report) -> dict[int, Plan]:
     """The plans of the sequences on one rank, by window."""
     lengths = report["document_lengths"]
     rows = None if lengths is None else tuple(tuple(row) for row in lengths)

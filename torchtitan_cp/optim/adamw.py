@@ -4,7 +4,6 @@ Sources: Loshchilov and Hutter, 2019; 8-bit moments, Dettmers et al., 2022, by t
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
@@ -21,14 +20,15 @@ def build(groups: Groups, settings: OptimizerConfig, compute_dtype: torch.dtype)
     Raises:
         ConfigError: torchao is missing.
     """
-    options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    lr, betas, eps = settings.lr, (settings.beta1, settings.beta2), settings.eps
     if settings.state == "8bit":
         torchao = import_extra("torchao.optim", extra="float8", needed_by="optimizer.state = '8bit'")
         # Its update is compiled. torch's cache on disk is keyed by whole DTensors (2.13): a rank could load code for
         # another rank's device, or for a shard of another size or kind. Source: pytorch/pytorch issue 188390.
         functorch_config.enable_autograd_cache = False
-        return torchao.AdamW8bit(groups, **options)
-    return torch.optim.AdamW(groups, **options, fused=True)
+        eight_bit: Optimizer = torchao.AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+        return eight_bit
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def parts(groups: Groups) -> Iterator[Groups]:

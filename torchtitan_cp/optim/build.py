@@ -3,15 +3,15 @@
 import logging
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from torchtitan_cp.config.training import Optimizer as OptimizerConfig
 from torchtitan_cp.optim.offload import keep_state_on_host
-from torchtitan_cp.optim.optimizers import OPTIMIZERS
+from torchtitan_cp.optim.optimizers import OPTIMIZERS, Groups
 from torchtitan_cp.optim.rules import rule_of
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,14 @@ def set_learning_rates(optimizer: Optimizer, lr: float) -> None:
             group["lr"] = lr * group["lr_scale"]
 
 
-def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, Any]]:
+def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> Groups:
     """Parameters with the same settings share a group. By default matrices decay, norms and biases do not."""
     blocks_only = OPTIMIZERS[settings.name].blocks_only
     blocks: Iterable[Tensor] = model.layers.parameters() if blocks_only else ()  # type: ignore[union-attr]
     # Experts are known by their module, as convolutions have three dims too.
     experts = {parameter for module in getattr(model, "experts", {}).values() for parameter in module.parameters()}
     of_blocks = {parameter for parameter in blocks if parameter.ndim == 2 or parameter in experts}
-    groups: dict[tuple[float, float, bool, Any], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         rule = rule_of(name, settings.groups)
         # Biases of experts and norms of each head have two dims and are no matrices.

@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_cp.attention.autograd import Context
 from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.config.labels import IGNORED
+
+# The weighted sum of losses, the loss of each token, and without `gradients` None for those of rows and output matrix.
+Losses = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -106,20 +110,20 @@ class ChunkedCrossEntropy(nn.Module):
         hidden: Tensor,
         weight: Tensor,
         gradients: bool = True,
-    ) -> tuple[Tensor, Tensor, Any, Any]:
+    ) -> Losses:
         """As forward, with labels and weights `[B S/cp]`; also the gradients of hidden states and output matrix."""
         rows = hidden.flatten(0, 1)
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         z_sum = losses.new_zeros(())
-        d_rows: Any = torch.empty_like(rows) if gradients else None
-        d_weight: Any = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if gradients else None
+        d_rows = torch.empty_like(rows) if gradients else None
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if gradients else None
         chunk_losses = (None if vocabulary else self.compiled_losses) or ChunkedCrossEntropy._chunk_losses
         for start in range(0, len(labels), self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
             arguments = labels[chunk], weights[chunk], vocabulary, gradients
             losses[chunk], squares, largest, d_products = chunk_losses(self, rows[chunk] @ weight.t(), *arguments)
             z_sum += (squares * weights[chunk]).sum()
-            if not gradients:
+            if d_rows is None or d_weight is None or d_products is None:  # without gradients
                 continue
             if self.largest_logit is not None:
                 self.largest_logit.copy_(torch.maximum(self.largest_logit, largest))
@@ -130,7 +134,7 @@ class ChunkedCrossEntropy(nn.Module):
 
     def _chunk_losses(
         self, products: Tensor, labels: Tensor, weights: Tensor, vocabulary: VocabularyShard | None, gradients: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Losses of a chunk from its products with the output matrix, `[tokens, V_local]`.
 
         Returns:
@@ -225,19 +229,26 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
+class _Context(Context, Protocol):
+    weight_dtype: torch.dtype
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Keeps the gradients that the forward pass has computed."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, losses: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: _Context, hidden: Tensor, weight: Tensor, losses: Callable[[Tensor, Tensor], Losses]
+    ) -> tuple[Tensor, Tensor]:
         total, per_token, d_rows, d_weight = losses(hidden, weight)
+        assert d_rows is not None
         ctx.save_for_backward(d_rows.view(hidden.shape), d_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(per_token)
         return total, per_token
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         scale = gradients[0]
         # The hidden gradient is scaled in fp32: 1/tokens in bf16 would round each value twice.

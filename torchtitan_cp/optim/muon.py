@@ -7,19 +7,19 @@ learning rate, and take each expert as a matrix. The numbers are those of torch.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config.training import Optimizer as OptimizerConfig
 from torchtitan_cp.optim import adamw
-from torchtitan_cp.optim.optimizers import Groups
+from torchtitan_cp.optim.optimizers import Group, Groups
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -38,7 +38,7 @@ class Muon(Optimizer):
         dtype: that matrices are gathered and orthogonalised in.
     """
 
-    def __init__(self, matrices: list[dict[str, Any]], rest: Optimizer, *, momentum: float, dtype: torch.dtype) -> None:
+    def __init__(self, matrices: Groups, rest: Optimizer, *, momentum: float, dtype: torch.dtype) -> None:
         super().__init__([*matrices, *rest.param_groups], {"lr": 0.0, "momentum": momentum})
         self._rest, self._dtype = rest, dtype
 
@@ -55,7 +55,7 @@ class Muon(Optimizer):
         self._rest.param_groups = [group for group in self.param_groups if not group["muon"]]
         self._rest.step()
 
-    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    def _direction(self, parameter: Tensor, group: Group) -> Tensor:
         """Nesterov's momentum, after adding the gradient to it."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
@@ -71,7 +71,7 @@ def matrix_batches(groups: Groups) -> Iterator[Groups]:
     A batch has one matrix for each rank of their mesh to orthogonalise, the largest first, so that a batch has equal
     sizes. A parameter of experts is a batch by itself, as each rank orthogonalises some of its experts.
     """
-    by_mesh: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    by_mesh = defaultdict[DeviceMesh | None, Groups](list)
     for group in groups:
         for parameter in group["params"]:
             if group.get("muon") and parameter.grad is not None:
@@ -83,32 +83,34 @@ def matrix_batches(groups: Groups) -> Iterator[Groups]:
         yield from (matrices[start : start + ranks] for start in range(0, len(matrices), ranks))
 
 
-def _orthogonalized(updates: list[Any]) -> Iterator[Tensor]:
+def _orthogonalized(updates: Sequence[Tensor]) -> Iterator[Tensor]:
     """Orthogonalise each update as a whole matrix, and shard it as before.
 
     Args:
         updates: on one mesh, at most as many as it has ranks. Each rank gathers and orthogonalises one of them, and
             broadcasts the result; memory holds one whole result at a time.
     """
-    if not isinstance(updates[0], DTensor):
+    sharded = [update for update in updates if isinstance(update, DTensor)]  # all or none
+    if not sharded:
         yield from map(orthogonalize, updates)
         return
-    if updates[0].ndim == 3:
-        yield from map(_orthogonalized_experts, updates)
+    if sharded[0].ndim == 3:
+        yield from map(_orthogonalized_experts, sharded)
         return
-    mesh = updates[0].device_mesh
+    mesh = sharded[0].device_mesh
     this_rank = tuple(mesh.get_coordinate() or ())
-    owners = list(itertools.product(*map(range, mesh.shape)))[: len(updates)]
-    matrix: Any = None  # the one that this rank orthogonalises
-    for owner, update in zip(owners, updates, strict=True):
+    owners = list(itertools.product(*map(range, mesh.shape)))[: len(sharded)]
+    matrix: Tensor | None = None  # the one that this rank orthogonalises
+    for owner, update in zip(owners, sharded, strict=True):
         if owner == this_rank:
             matrix = update.full_tensor()
         else:
             update.full_tensor()  # collective
     # After all gathers: in between, the other ranks would wait for it.
     matrix = None if matrix is None else orthogonalize(matrix)
-    for owner, update in zip(owners, updates, strict=True):
-        result = matrix if owner == this_rank else local_tensor(update).new_empty(update.shape)
+    for owner, update in zip(owners, sharded, strict=True):
+        own = matrix if owner == this_rank else None
+        result = local_tensor(update).new_empty(update.shape) if own is None else own
         for axis, rank in enumerate(owner):
             # Every rank has it after the last axis; before that, some broadcast values that are overwritten later.
             dist.broadcast(result, group=mesh.get_group(axis), group_src=rank)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ def keep_state_on_host(optimizer: Optimizer, parts_of: Callable[[Groups], Iterat
     optimizer.step = step  # type: ignore[method-assign, assignment]
 
 
-def _map_plain(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def _map_plain(value: object, function: Callable[[Tensor], Tensor]) -> object:
     """Apply a function to a tensor, or to the plain tensors inside a DTensor or a quantized tensor."""
     if is_traceable_wrapper_subclass(value):
         # Since torch 2.13 a DTensor's parts include its mesh, which is no tensor.

@@ -13,9 +13,11 @@ import torch
 from torch.optim import Optimizer
 
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.json_types import JsonObject
 from torchtitan_cp.config.training import Optimizer as OptimizerConfig
 
-Groups = list[dict[str, Any]]  # parameter groups, as torch.optim takes them
+Group = dict[str, Any]  # a parameter group, as torch.optim takes it
+Groups = list[Group]
 # Bytes of AdamW's two moments by optimizer.state; in 8 bits with an fp32 scale for each 256 values.
 ADAMW_STATE_BYTES = {"float32": 2 * 4.0, "8bit": 2 * (1 + 4 / 256)}
 
@@ -38,7 +40,7 @@ class OptimizerKind:
 
     module: str
     state_bytes: Callable[[OptimizerConfig], float]
-    identity: Callable[[OptimizerConfig, int, int], dict[str, Any]]
+    identity: Callable[[OptimizerConfig, int, int], JsonObject]
     check: Callable[[Config, set[int]], None]
     blocks_only: bool = False
 
@@ -52,8 +54,8 @@ class OptimizerKind:
         yield from importlib.import_module(self.module).parts(groups)
 
 
-def _adamw_identity(settings: OptimizerConfig, n_experts: int, tp: int) -> dict[str, Any]:
-    same: dict[str, Any] = {"optimizer": f"{settings.name}, state in {settings.state}"}
+def _adamw_identity(settings: OptimizerConfig, n_experts: int, tp: int) -> JsonObject:
+    same: JsonObject = {"optimizer": f"{settings.name}, state in {settings.state}"}
     if settings.state == "8bit":  # torchao quantizes each shard in blocks, which another degree would cut
         same["the tensor-parallel degree of 8-bit moments"] = tp
     return same
@@ -68,7 +70,7 @@ def _check_adamw(config: Config, tp_degrees: set[int]) -> None:
         )
 
 
-def _muon_identity(settings: OptimizerConfig, n_experts: int, tp: int) -> dict[str, Any]:
+def _muon_identity(settings: OptimizerConfig, n_experts: int, tp: int) -> JsonObject:
     same = _adamw_identity(settings, n_experts, tp)
     if n_experts:  # earlier versions trained experts with AdamW, whose moments differ
         same["optimizer"] = f"muon, experts too, state in {settings.state}"

@@ -5,7 +5,7 @@ Source: GShard (Lepikhin et al., 2020); without dropping tokens, MegaBlocks (Gal
 
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -72,9 +72,12 @@ def dispatch_experts(model: nn.Module, sums: RoutingSums, group: ProcessGroup | 
         experts.forward = MethodType(_forward, experts)
 
 
-def _forward(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    out: Tensor = experts.dispatch(hidden, chosen, shares)
-    return out
+class _WithDispatch(Protocol):
+    dispatch: "ExpertDispatch"
+
+
+def _forward(experts: _WithDispatch, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    return experts.dispatch(hidden, chosen, shares)
 
 
 def count_choices(chosen: Tensor, experts: int) -> Tensor:
@@ -172,8 +175,8 @@ class ExpertDispatch:
         empty = not len(rows)
         if empty:  # without any row experts would have no gradient, and FSDP would wait for it
             rows, numbers = F.pad(rows, (0, 0, 0, 1)), numbers.new_zeros(1)
-        parameters: Any = self.module._parameters
-        vars(self.module)["_parameters"] = {name: local_tensor(x) for name, x in parameters.items()}
+        parameters = self.module._parameters
+        vars(self.module)["_parameters"] = {name: x if x is None else local_tensor(x) for name, x in parameters.items()}
         try:
             out = self._compute(rows, numbers[:, None], rows.new_ones(len(rows), 1))
         finally:
@@ -181,16 +184,20 @@ class ExpertDispatch:
         return out[:0] if empty else out
 
 
+class _WayBack(Protocol):
+    way_back: tuple[list[int], list[int], str]
+
+
 class _AllToAll(torch.autograd.Function):
     """Start to send rows; in backward, to send their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    def forward(ctx: _WayBack, rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
         ctx.way_back = sent, received, group
         return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _WayBack, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         arriving = torch.ops._c10d_functional.all_to_all_single(gradient.contiguous(), *ctx.way_back)
         return arriving, None, None, None
 
@@ -201,16 +208,21 @@ def _wait(rows: Tensor) -> Tensor:
     return rows
 
 
+class _Routing(Protocol):
+    sums: Tensor
+    routing: tuple[Tensor, ...]
+
+
 class _Counted(torch.autograd.Function):
     """The identity; adds up a layer's routing in backward. A tensor hook cannot do that in compiled code."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, sums: Tensor, routing: tuple[Tensor, ...]) -> Tensor:
+    def forward(ctx: _Routing, hidden: Tensor, sums: Tensor, routing: tuple[Tensor, ...]) -> Tensor:
         ctx.sums, ctx.routing = sums, routing
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Routing, gradient: Tensor) -> tuple[Tensor, None, None]:
         counts, entropy = ctx.routing
         ctx.sums[:-1] += counts.to(ctx.sums.device)  # a dry run's counts are on the host
         ctx.sums[-1] += entropy

@@ -6,22 +6,26 @@ tokens, positions and plans of all micro-batches, so only hidden states travel.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_cp.attention.local_shard import local_tensor
+from torchtitan_cp.config.contract import LanguageModel
 from torchtitan_cp.config.names import SCHEDULES
 from torchtitan_cp.parallel.pipeline_stages import PipelineStages
 from torchtitan_cp.parallel.stopwatch import Stopwatch
 
+TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+Batch = TypeVar("Batch")
+Forward = Callable[..., object]  # of a part of the model
 # (forward of a pipeline stage, hidden states or None for the first, micro-batch) -> what the pipeline stage returns
-RunPart = Callable[[Callable[..., Any], "Tensor | None", Any], Any]
+RunPart = Callable[[Forward, Tensor | None, Batch], object]
 
 
 class _TimedStage(PipelineStage):
@@ -33,7 +37,7 @@ class _TimedStage(PipelineStage):
 
     watches: Mapping[str, Stopwatch]
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_maybe_with_nosync(self, *args: object, **kwargs: object) -> object:
         with self.watches["forward"].running():
             return super().forward_maybe_with_nosync(*args, **kwargs)
 
@@ -42,7 +46,7 @@ class _TimedStage(PipelineStage):
             return super().backward_maybe_with_nosync(*args, **kwargs)
 
 
-class Pipeline:
+class Pipeline(Generic[Batch]):
     """This rank's pipeline stages, and steps through those of all ranks.
 
     Args:
@@ -60,7 +64,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        parts: Sequence[LanguageModel],
         stages: PipelineStages,
         mesh: DeviceMesh,
         schedule: str,
@@ -74,11 +78,12 @@ class Pipeline:
         self.parts = dict(zip(stages.of_rank(self.rank), parts, strict=True))
         self.last_stage, self.tied = len(stages.owner) - 1, tied
         self.has_first, self.has_last = 0 in self.parts, self.last_stage in self.parts
-        self.torch_schedule: tuple[Any, Any] | None = None  # what it was made for, and torch's schedule
+        # What it was made for, and torch's schedule.
+        self.torch_schedule: tuple[tuple[torch.Size, torch.dtype, int], TorchSchedule] | None = None
         self.watches = {name: Stopwatch(device) for name in ("forward", "backward", "pipeline")}
         for number, part in self.parts.items():
             # torch gives a pipeline stage only its input, and calls its forwards in the order of the micro-batches.
-            part.forward = partial(self._forward, number, part.forward)
+            vars(part)["forward"] = partial(self._forward, number, part.forward)
 
     def unique_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by name, without a tied output: it is the first pipeline stage's embedding."""
@@ -86,7 +91,7 @@ class Pipeline:
             skips_tied = self.tied and number == self.last_stage > 0
             yield from (x for x in part.named_parameters() if not (skips_tied and x[0].startswith("tok_embeddings")))
 
-    def train_step(self, batches: Sequence[Any], hidden: Tensor, run_part: RunPart) -> None:
+    def train_step(self, batches: Sequence[Batch], hidden: Tensor, run_part: RunPart[Batch]) -> None:
         """Forward and backward of every micro-batch through every pipeline stage.
 
         Args:
@@ -100,9 +105,9 @@ class Pipeline:
             self.torch_schedule = made_for, self._make_schedule(hidden, len(batches))
         self._begin(batches, run_part)
         numbers = torch.arange(len(batches), device=self.device)
-        target = {"target": numbers} if self.has_last else {}
+        target = numbers if self.has_last else None
         with self.watches["pipeline"].running():
-            self.torch_schedule[1].step(*((numbers,) if self.has_first else ()), **target, return_outputs=False)
+            self.torch_schedule[1].step(*((numbers,) if self.has_first else ()), target=target, return_outputs=False)
         self._add_tied()
 
     def release(self) -> None:
@@ -110,14 +115,14 @@ class Pipeline:
         self.torch_schedule = None
 
     @torch.no_grad()
-    def evaluate(self, batch: Any, hidden: Tensor, run_part: RunPart) -> Any:
+    def evaluate(self, batch: Batch, hidden: Tensor, run_part: RunPart[Batch]) -> object:
         """One micro-batch through every pipeline stage, without gradients.
 
         Returns:
             What the last pipeline stage returns, on its rank; None on the others.
         """
         self._begin([batch], run_part)
-        state: Any = None
+        state: Tensor | None = None
         for number, owner in enumerate(self.stages.owner):
             next_owner = self.stages.owner[number + 1] if number < self.last_stage else owner
             if owner == self.rank:
@@ -129,13 +134,13 @@ class Pipeline:
                 dist.recv(state, group=self.group, group_src=owner)
         return state if self.has_last else None
 
-    def _begin(self, batches: Sequence[Any], run_part: RunPart) -> None:
+    def _begin(self, batches: Sequence[Batch], run_part: RunPart[Batch]) -> None:
         self.batches, self.run_part = {number: iter(batches) for number in self.parts}, run_part
 
-    def _forward(self, number: int, forward: Callable[..., Any], state: Tensor | None) -> Any:
+    def _forward(self, number: int, forward: Forward, state: Tensor | None) -> object:
         return self.run_part(forward, state if number else None, next(self.batches[number]))
 
-    def _make_schedule(self, hidden: Tensor, micro_batches: int) -> Any:
+    def _make_schedule(self, hidden: Tensor, micro_batches: int) -> TorchSchedule:
         """torch's schedule for hidden states of one shape, which torch would otherwise infer by a forward."""
         between = hidden.detach().requires_grad_()
         stages = []
@@ -146,15 +151,16 @@ class Pipeline:
             stage.watches = self.watches
             stages.append(stage)
         schedule = get_schedule_class(self.schedule.torch_name)
-        one_or_all: Any = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
+        one_or_all = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
         return schedule(one_or_all, micro_batches, loss_fn=lambda output, target: output, scale_grads=False)
 
     def _add_tied(self) -> None:
         """Give the first and the last pipeline stage the sum of their gradients of a tied embedding."""
         if not self.tied:
             return
-        embeddings: list[Any] = [part.tok_embeddings for part in self.parts.values() if hasattr(part, "tok_embeddings")]
-        gradients: list[Tensor] = [local_tensor(embedding.weight.grad) for embedding in embeddings]
+        embeddings = [part.tok_embeddings for part in self.parts.values() if hasattr(part, "tok_embeddings")]
+        weights = [next(embedding.parameters()) for embedding in embeddings]
+        gradients = [local_tensor(weight.grad) for weight in weights if weight.grad is not None]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])

@@ -7,7 +7,6 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
     check_agreement("config, code or versions", {name: repr(fact) for name, fact in facts.items()})
 
 
-def check_agreement(where: str, facts: Mapping[str, Any]) -> None:
+def check_agreement(where: str, facts: Mapping[str, object]) -> None:
     """Compare what ranks are about to do, so that a difference is an error instead of a hang. Collective.
 
     Args:
@@ -41,11 +40,12 @@ def check_agreement(where: str, facts: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: on every rank, naming what differs and the ranks that have each value, the fewest first.
     """
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (socket.gethostname(), {name: str(fact) for name, fact in facts.items()}))
+    own = socket.gethostname(), {name: str(fact) for name, fact in facts.items()}
+    gathered = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
     hosts, differences = [host for host, _ in gathered], []
     for name in dict.fromkeys(name for _, rank_facts in gathered for name in rank_facts):
-        ranks_by_value = defaultdict(list)
+        ranks_by_value = defaultdict[str, list[int]](list)
         for rank, (_, rank_facts) in enumerate(gathered):
             if name in rank_facts:
                 ranks_by_value[rank_facts[name]].append(rank)
@@ -78,7 +78,7 @@ def code_version(sources: Iterable[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
-def flatten(value: Any, name: str = "") -> dict[str, Any]:
+def flatten(value: object, name: str = "") -> dict[str, object]:
     """The values of nested tables, and of lists of tables, by dotted names as on the command line."""
     if isinstance(value, dict):
         entries = [(f"{name}.{key}" if name else str(key), entry) for key, entry in value.items()]

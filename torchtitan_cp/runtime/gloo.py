@@ -7,10 +7,11 @@ or of "malloc(): unaligned tcache chunk" (torch 2.13, within seconds in a loop; 
 
 import os
 import socket
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, Store, distributed_c10d
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.runtime.nodes import own_address
@@ -22,7 +23,7 @@ def use_one_thread() -> None:
     group: Any = distributed_c10d.ProcessGroupGloo
     made_by_torch = group.__init__
 
-    def make(self: Any, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> None:
+    def make(self: ProcessGroup, store: Store, rank: int, size: int, timeout: timedelta, **others: object) -> None:
         """As torch makes its groups, with other options."""
         options = group._Options()
         options._threads, options._timeout = 1, timeout

@@ -22,9 +22,8 @@ from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -33,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousHandler,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
@@ -75,7 +75,7 @@ class NodeAgent(LocalElasticAgent):
         stopped_code: exit code of a job that such a signal ends while no rank runs.
     """
 
-    _store: Any
+    _store: Store  # type: ignore[assignment]
     _stopped_at: float  # time.monotonic() at the first stop signal
 
     def __init__(self, spec: WorkerSpec, notes: Path, stopping: threading.Event, stopped_code: int) -> None:
@@ -116,7 +116,7 @@ class NodeAgent(LocalElasticAgent):
                 EndNote(LOST_RANK, f"{lost} 15 s\n  fix: set the clocks of all nodes by NTP; {RESUMES}")
             )
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         # A rank inherits the mask, so that a signal waits until StopSignals can answer it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
         try:
@@ -149,7 +149,7 @@ class NodeAgent(LocalElasticAgent):
         if not is_unfinished(self.notes):
             self.stopped_code = 0
         store, group, self.ranks = self._store, self._worker_group, {}  # without ranks a signal ends the job at once
-        limits = {RANK_0_DONE_KEY: (1, EXPORT_SECONDS), NODES_DONE_KEY: (group.group_world_size, EXIT_SECONDS)}
+        limits = {RANK_0_DONE_KEY: (1, EXPORT_SECONDS), NODES_DONE_KEY: (group.group_world_size or 1, EXIT_SECONDS)}
         if not ask(
             lambda: [store.add(key, key == NODES_DONE_KEY or group.group_rank == 0) for key in limits], EXIT_SECONDS
         ):
@@ -268,7 +268,7 @@ def _reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error).partition("\n")[0]
 
 
-def _join(meeting: RendezvousParameters, stopping: threading.Event) -> Any:
+def _join(meeting: RendezvousParameters, stopping: threading.Event) -> RendezvousHandler:
     """Connect to node 0, which may start later than this one.
 
     Raises:
@@ -291,7 +291,7 @@ def _join(meeting: RendezvousParameters, stopping: threading.Event) -> Any:
             last_reason = reason
         time.sleep(POLL_SECONDS)
 
-    def call(method: str, *arguments: Any) -> Any:
+    def call(method: str, *arguments: object) -> bytes:
         nonlocal seconds
         if answer := ask(lambda: getattr(store, method)(*arguments), seconds, stopping):
             return answer[0]

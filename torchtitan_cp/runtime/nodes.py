@@ -11,9 +11,11 @@ from contextlib import suppress
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 NOTICE_SECONDS, STOP_SECONDS = 60.0, 10.0
 SHARED_SECONDS = 10.0  # in which a network file system shows a node what another has written
@@ -73,7 +75,7 @@ def own_address(host: str) -> str | None:
     return route_to(host)[1]
 
 
-def ask(question: Callable[[], Any], seconds: float, stopping: threading.Event | None = None) -> list[Any]:
+def ask(question: Callable[[], T], seconds: float, stopping: threading.Event | None = None) -> list[T]:
     """The answer of a store, alone in a list; [] if it fails, or takes longer.
 
     A thread asks: in the main thread no signal is heard until TCP gives up a lost node, after a quarter of an hour.
@@ -81,7 +83,7 @@ def ask(question: Callable[[], Any], seconds: float, stopping: threading.Event |
     Args:
         stopping: once it is set, 10 s are enough.
     """
-    answers: list[Any] = []
+    answers: list[T] = []
 
     def ask_store() -> None:
         with suppress(Exception):

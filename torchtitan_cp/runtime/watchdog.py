@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from torch.distributed import distributed_c10d
 from torchtitan_cp.runtime.environment import has_ended, launcher_pid
 from torchtitan_cp.runtime.nodes import ask, node_name
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # Errors of gloo and NCCL about a peer that is gone or silent. Source: gloo's transport/tcp, ProcessGroupNCCL.
@@ -232,7 +234,7 @@ class Watchdog:
         self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(beat)), None, answer_seconds)
         self._known = {**self._known, **self._read({STORE_HOST, self._next}, answer_seconds), self.rank: beat}
 
-    def _ask(self, question: Callable[[Any], Any], otherwise: Any, answer_seconds: float = ANSWER_SECONDS) -> Any:
+    def _ask(self, question: Callable[[dist.Store], T], otherwise: T, answer_seconds: float = ANSWER_SECONDS) -> T:
         """The store's answer, or `otherwise`. A store that is gone, or stopped with its rank, is asked once only."""
         answers = ask(lambda: question(self._store), answer_seconds) if self._reachable else []
         self._reachable = bool(answers)
@@ -243,11 +245,12 @@ class Watchdog:
         """The last beat of each of these ranks that has sent one."""
         wanted = {f"beat/{rank}": rank for rank in ranks}
 
-        def read(store: Any) -> list[tuple[str, bytes]]:
+        def read(store: dist.Store) -> list[tuple[str, bytes]]:
             sent = list(wanted) if store.check(list(wanted)) else [name for name in wanted if store.check([name])]
             return list(zip(sent, store.multi_get(sent), strict=True)) if sent else []
 
-        return {wanted[name]: Beat(*json.loads(text)) for name, text in self._ask(read, [], answer_seconds)}
+        beats = self._ask(read, list[tuple[str, bytes]](), answer_seconds)
+        return {wanted[name]: Beat(*json.loads(text)) for name, text in beats}
 
     def report(self, reason: str) -> None:
         """Log which rank is to blame, on the first rank that reports, and write this rank's flight recorder."""
@@ -281,8 +284,7 @@ class Watchdog:
 
     def _reporting(self, ranks: Iterable[int]) -> set[int]:
         """The ranks among these that reported a loss themselves or left at the end, and so are not to blame."""
-        found: set[int] = self._ask(lambda store: {rank for rank in ranks if store.check([f"over/{rank}"])}, set())
-        return found
+        return self._ask(lambda store: {rank for rank in ranks if store.check([f"over/{rank}"])}, set[int]())
 
 
 def describe(beats: dict[int, Beat], silent: dict[int, float]) -> str:
@@ -305,7 +307,7 @@ def _last(beats: dict[int, Beat], rank: int) -> str:
     return str(beats[rank]) if rank in beats else "never: it did not join"
 
 
-def _place(frame: Any) -> str:
+def _place(frame: FrameType | None) -> str:
     """File, line and function of the innermost frame in this package."""
     for caller, line in traceback.walk_stack(frame):
         name = caller.f_code.co_filename

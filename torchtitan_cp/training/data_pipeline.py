@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torchtitan_cp.data.batches.loader import READ_AHEAD, read_steps
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
 from torchtitan_cp.data.batches.samples import StageSamples
 from torchtitan_cp.data.batches.stream import TokenStream
-from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_cache, prepare
+from torchtitan_cp.data.corpus.cache import CacheBuilder, CacheLocations, PreparedCorpus, open_cache, prepare
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.runtime.consistency import check_agreement
@@ -85,7 +84,9 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
     if dist.get_rank() == 0 or has_own_folder:
         try:
             start = start_folder(config.model)
-            built: Any = CacheBuilder(config.data, config.tokenizer, any_rank_stops, start).build()
+            built: CacheLocations | Exception = CacheBuilder(
+                config.data, config.tokenizer, any_rank_stops, start
+            ).build()
         except Exception as error:
             built = error
         if isinstance(built, PreparationStoppedError):

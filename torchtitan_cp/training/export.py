@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.save import sync
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.contract import ModelArgs
+from torchtitan_cp.config.contract import HubConfig, ModelArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.run_folder import CHECKPOINTS
@@ -35,9 +35,14 @@ from torchtitan_cp.training.registry import (
     config_for_hub,
     hub_of,
     model_args_of,
+    sizes_of,
     start_config,
     start_folder,
 )
+
+if TYPE_CHECKING:
+    import tokenizers
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +182,8 @@ def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dty
 
 
 def written_config(
-    model: Model, config: dict[str, Any], args: Any, length: int, rope: Rope | None, tokens: dict[str, Any]
-) -> dict[str, Any]:
+    model: Model, config: HubConfig, args: ModelArgs, length: int, rope: Rope | None, tokens: HubConfig
+) -> HubConfig:
     """The config.json of an export.
 
     A run that started from the weights of model.hub_checkpoint keeps the other keys of that checkpoint's config.json.
@@ -208,7 +213,7 @@ def written_config(
 
 
 def _write_settings(
-    saved: SavedModel, config: dict[str, Any], args: ModelArgs, length: int, tokenizer: Tokenizer, dtype: str, out: Path
+    saved: SavedModel, config: HubConfig, args: ModelArgs, length: int, tokenizer: Tokenizer, dtype: str, out: Path
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer's files and the chat template.
 
@@ -219,23 +224,23 @@ def _write_settings(
         length: max_position_embeddings to write.
     """
     weights_folder = start_folder(saved.config.model) if saved.config.model.load_weights else None
-    tokens: dict[str, Any] = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
+    tokens: HubConfig = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
     values = written_config(saved.config.model, config, args, length, saved.stage.rope, tokens) | {"dtype": dtype}
     write_json(out / "config.json", values)
     stored = read_json(weights_folder / "generation_config.json") if weights_folder else None
-    generation = stored or {"eos_token_id": values.get("eos_token_id")}
+    generation: HubConfig = stored or {"eos_token_id": values.get("eos_token_id")}
     templates = chat_templates_of(saved.config)
     if len(templates) > 1:
         logger.warning("the sources have different chat templates; %s has that of the first with conversations", out)
     write_tokenizer(saved.config, tokenizer, next(iter(templates), None), saved.stage.seq_len, out)
     stored_ends = generation.get("eos_token_id")
-    ends: set[Any] = {tokenizer.eos_id, *end_tokens_of(templates, tokenizer)}
+    ends = {tokenizer.eos_id, *end_tokens_of(templates, tokenizer)}
     ends |= {*stored_ends} if isinstance(stored_ends, list) else {stored_ends}
     generation["eos_token_id"] = sorted(ends - {None})
     write_json(out / "generation_config.json", generation)
 
 
-def _read_back(saved: SavedModel, args: Any, out: Path) -> None:
+def _read_back(saved: SavedModel, args: ModelArgs, out: Path) -> None:
     """Read the written config.json as this program does, and as transformers does where that is installed.
 
     Raises:
@@ -246,7 +251,7 @@ def _read_back(saved: SavedModel, args: Any, out: Path) -> None:
     written = read_json(out / "config.json") or {}
     if not knows(written):
         return logger.info("config.json is not read back: there is no transformers that has %s", written["model_type"])
-    start = args.sizes if hub_of(model).load else None
+    start = sizes_of(args)["config"] if hub_of(model).load else None
     rope = stage.rope if start else stage.rope or Rope()
     try:
         check_rotaries(written, rope, args.rotary_dim, stage.seq_len, start)
@@ -272,7 +277,7 @@ def write_tokenizer(
         template.save(out)
     if tokenizer.path:
         # Without a class, transformers makes a tokenizer of the model's family, which may split text differently.
-        values: dict[str, Any] = {"tokenizer_class": PLAIN_CLASS, "eos_token": tokenizer.eos_token}
+        values: HubConfig = {"tokenizer_class": PLAIN_CLASS, "eos_token": tokenizer.eos_token}
         values |= (template.variables if template else {}) | (read_json(out / CONFIG_FILE) or {})
         if template:
             values.pop("chat_template", None)  # the files are the run's, this need not be
@@ -317,7 +322,7 @@ def _match_tokenizer(tokenizer: Tokenizer, class_name: str, out: Path, conversat
             )
 
 
-def _text_read_unlike(tokenizer: Tokenizer, exported: Any) -> str | None:
+def _text_read_unlike(tokenizer: Tokenizer, exported: "PreTrainedTokenizerBase") -> str | None:
     """The first sample of plain text that transformers' tokenizer reads otherwise than training."""
     for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
         expected = [*tokenizer.bos_ids, *ids.tolist()]
@@ -328,7 +333,7 @@ def _text_read_unlike(tokenizer: Tokenizer, exported: Any) -> str | None:
     return None
 
 
-def _token_read_unlike(tokenizer: Tokenizer, exported: Any, *, around: bool) -> str | None:
+def _token_read_unlike(tokenizer: Tokenizer, exported: "PreTrainedTokenizerBase", *, around: bool) -> str | None:
     """The first text with an added or special token that transformers' tokenizer reads otherwise than training.
 
     Args:
@@ -344,7 +349,7 @@ def _token_read_unlike(tokenizer: Tokenizer, exported: Any, *, around: bool) -> 
     return next((text for text, (ids, _), theirs in rows if ids.tolist() != theirs), None)
 
 
-def _set_spaces(backend: Any, spaces: str, conversations: bool) -> None:
+def _set_spaces(backend: "tokenizers.Tokenizer", spaces: str, conversations: bool) -> None:
     """Normalize spaces as a SentencePiece model that writes "   a" as `spaces`.
 
     Args:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torchtitan_cp.optim.rules import check_rules
 from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
 from torchtitan_cp.parallel.experts import Routing, RoutingSums, dispatch_experts
 from torchtitan_cp.parallel.mesh import Meshes
-from torchtitan_cp.parallel.pipeline import Pipeline
+from torchtitan_cp.parallel.pipeline import Forward, Pipeline
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline
 from torchtitan_cp.parallel.stopwatch import Stopwatch
 from torchtitan_cp.runtime.device import World
@@ -57,19 +57,46 @@ class LayerAttention:
         self.tp_mesh = tp_mesh
         self.step_tokens: Tensor | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, **options: Any) -> Tensor:
-        """Attention of a layer with this window; options as of `attend`."""
-        return attention.attend(q, k, v, plans[window], **options)
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plans: dict[int, Plan],
+        window: int,
+        *,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Attention of a layer with this window; the other arguments as of `attend`."""
+        return attention.attend(q, k, v, plans[window], scale=scale, sinks=sinks, softcap=softcap)
 
-    def causal_conv(self, x: Tensor, weight: Tensor, plans: dict[int, Plan], **options: Any) -> Tensor:
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        plans: dict[int, Plan],
+        *,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
         """As `attention.causal_conv`."""
-        return attention.causal_conv(x, weight, plans[0], **options)
+        return attention.causal_conv(x, weight, plans[0], bias, activation)
 
     def gated_delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plans: dict[int, Plan], **options: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        plans: dict[int, Plan],
+        *,
+        qk_l2norm: bool = False,
     ) -> Tensor:
         """As `attention.gated_delta_rule`."""
-        return attention.gated_delta_rule(q, k, v, g, beta, plans[0], **options)
+        return attention.gated_delta_rule(q, k, v, g, beta, plans[0], qk_l2norm=qk_l2norm)
 
     def selective_scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, plans: dict[int, Plan]) -> Tensor:
         """As `attention.selective_scan`."""
@@ -178,7 +205,7 @@ class ParallelModel:
         self.observe: Callable[[MicroBatch, Tensor], None] | None = None
         self.watches = {name: Stopwatch(self.device) for name in WATCHED}
         attention.watch_messages(self.watches["cp_wait"].running, self.watches["cp_flight"].running)
-        self.pipeline = None
+        self.pipeline: Pipeline[MicroBatch] | None = None
         if mesh.size() > 1:
             tied = args.tie_embeddings
             self.pipeline = Pipeline(list(self.parts), self.layers, mesh, settings.pp_schedule, self.device, tied=tied)
@@ -203,7 +230,8 @@ class ParallelModel:
         self.coordinate = self.meshes.coordinate(self.world.rank, self.cp)
         hybrid, linear = "hybrid" in stage.strategies.values(), any(mixer.state_channels for mixer in self.args.mixers)
         whole_mesh = self.meshes.for_cp(stage.cp) if linear or not hybrid else None
-        cp_mesh: Any = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else whole_mesh
+        cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else whole_mesh
+        assert cp_mesh is not None
         names = (stage.strategies[0], settings.kernel, settings.layout, settings.kv_transfer)
         node = max(1, self.world.ranks_per_node // stage.tp)
         row_pairs = assumed_pairs_per_row(self.args.n_heads, self.args.n_kv_heads)
@@ -272,7 +300,7 @@ class ParallelModel:
         return StepSums(*sums)
 
     def _train_part(
-        self, divisor: Tensor, loss_sum: Tensor, forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch
+        self, divisor: Tensor, loss_sum: Tensor, forward: Forward, hidden: Tensor | None, batch: MicroBatch
     ) -> Tensor:
         """Forward of one part on a micro-batch of a step.
 
@@ -285,7 +313,7 @@ class ParallelModel:
         """
         weights = None if batch.weights is None else self.world.device.move(batch.weights)
         head = LossHead(self.token_loss, self.world.device.move(batch.labels), weights, divisor)
-        out: Tensor = self._forward_part(forward, hidden, batch, head)
+        out = cast(Tensor, self._forward_part(forward, hidden, batch, head))
         if head.losses is not None:
             loss_sum.add_(head.weighted_sum())
             if self.observe:
@@ -304,7 +332,7 @@ class ParallelModel:
         return cast(Result | None, self.pipeline.evaluate(batch, self._hidden(batch), measure_part))
 
     def _measure_part(
-        self, compute: Compute[Result], forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch
+        self, compute: Compute[Result], forward: Forward, hidden: Tensor | None, batch: MicroBatch
     ) -> Result | Tensor:
         """Forward of one part without a loss: hidden states; from the last part the result of `compute`."""
         labels = self.world.device.move(batch.labels)
@@ -315,7 +343,7 @@ class ParallelModel:
 
         return cast(Result | Tensor, self._forward_part(forward, hidden, batch, head))
 
-    def _forward_part(self, forward: Callable[..., Any], hidden: Tensor | None, batch: MicroBatch, head: Head) -> Any:
+    def _forward_part(self, forward: Forward, hidden: Tensor | None, batch: MicroBatch, head: Head) -> object:
         """Call one part of the model on a micro-batch.
 
         Args:

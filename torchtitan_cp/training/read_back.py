@@ -1,13 +1,14 @@
 """Reads a config.json back through transformers: the angles that it would turn a trained model's heads by."""
 
 import json
-from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from torchtitan_cp.config.contract import HubConfig
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.curriculum import rope_frequencies
@@ -20,19 +21,19 @@ TOLERANCE = 3e-6
 Rotaries = dict[tuple[str, str], tuple[list[float], float]]
 
 
-def knows(config: Mapping[str, Any]) -> bool:
+def knows(config: HubConfig) -> bool:
     """Whether transformers is installed, in a version that has the model of this config.json."""
     if find_spec("transformers") is None:
         return False
     return config["model_type"] in _transformers().CONFIG_MAPPING
 
 
-def _transformers() -> Any:
+def _transformers() -> ModuleType:
     return import_extra("transformers", extra="hub", needed_by="reading an export back")
 
 
 def check_rotaries(
-    config: Mapping[str, Any], rope: Rope | None, rotary_dim: int, seq_len: int, start: Mapping[str, Any] | None = None
+    config: HubConfig, rope: Rope | None, rotary_dim: int, seq_len: int, start: HubConfig | None = None
 ) -> None:
     """Check that transformers reads a config.json, and with the frequencies that the model was trained with.
 
@@ -66,7 +67,7 @@ def check_rotaries(
             )
 
 
-def _frozen(config: Mapping[str, Any]) -> str:
+def _frozen(config: HubConfig) -> str:
     return json.dumps(config, sort_keys=True)
 
 

@@ -8,10 +8,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torchtitan_cp.checkpoint.hub import refuse_without_weights
 from torchtitan_cp.checkpoint.hub_rope import rope_parameters
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.contract import AnyArchitecture, Attend, Hub, LanguageModel, ModelArgs
+from torchtitan_cp.config.contract import AnyArchitecture, Attend, Hub, HubConfig, LanguageModel, ModelArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.rope import Rope
@@ -74,11 +74,17 @@ def empty_model(model: Model, args: ModelArgs, attend: Attend = NO_ATTENTION) ->
 class _WithoutFirstValues(TorchFunctionMode):
     """Modules leave out the first values of tensors on the meta device. Drawing them imports torch's compiler."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if getattr(func, "__module__", "") == nn.init.__name__:
-            tensor: Tensor = args[0] if args else kwargs["tensor"]
-            if tensor.is_meta:
+            tensor = args[0] if args else kwargs["tensor"]
+            if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
         return func(*args, **kwargs)
 
@@ -191,12 +197,12 @@ def model_args_of(model: Model) -> ModelArgs:
     return args
 
 
-def sizes_of(args: ModelArgs) -> dict[str, Any]:
+def sizes_of(args: ModelArgs) -> HubConfig:
     """ModelArgs as plain JSON values, with lists for tuples."""
     return dict(json.loads(json.dumps(dataclasses.asdict(args))))
 
 
-def args_from(model: Model, sizes: Mapping[str, Any]) -> ModelArgs:
+def args_from(model: Model, sizes: Mapping[str, object]) -> ModelArgs:
     """ModelArgs of the architecture that [model] names: the inverse of `sizes_of`.
 
     Raises:
@@ -222,7 +228,7 @@ def hub_of(model: Model) -> Hub:
     return hub
 
 
-def config_for_hub(model: Model, args: ModelArgs, length: int, rope: Rope | None) -> dict[str, Any]:
+def config_for_hub(model: Model, args: ModelArgs, length: int, rope: Rope | None) -> HubConfig:
     """ModelArgs with the keys of Hugging Face's config.json.
 
     Args:
@@ -270,7 +276,7 @@ def _args_of_config(model: Model, read: Callable[..., ModelArgs]) -> ModelArgs:
         raise _config_error(model, f": {error}", fix) from None
 
 
-def _accepts(hub: Hub, config: dict[str, Any]) -> bool:
+def _accepts(hub: Hub, config: HubConfig) -> bool:
     """Whether an architecture can read its sizes from a config.json."""
     try:
         return bool(hub.sizes(config))
@@ -278,7 +284,7 @@ def _accepts(hub: Hub, config: dict[str, Any]) -> bool:
         return False
 
 
-def _hub_sizes(model: Model) -> dict[str, Any]:
+def _hub_sizes(model: Model) -> HubConfig:
     """Sizes in config.json, named as in ModelArgs."""
     try:
         return hub_of(model).sizes(hub_config(model))
@@ -289,7 +295,7 @@ def _hub_sizes(model: Model) -> dict[str, Any]:
         raise _config_error(model, problem, fix) from None
 
 
-def hub_config(model: Model) -> dict[str, Any]:
+def hub_config(model: Model) -> HubConfig:
     """The config.json of model.hub_checkpoint or model.config.
 
     Raises:
@@ -316,10 +322,10 @@ def _file_identity(path: Path) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def start_config(model: Model, args: Any) -> dict[str, Any]:
+def start_config(model: Model, args: ModelArgs) -> HubConfig:
     """The config.json of the text model; with transformers' defaults, of an architecture that takes any."""
-    config = args.config if architecture(model).args_of else hub_config(model)
-    return dict(config.get("text_config", config))
+    config = sizes_of(args)["config"] if architecture(model).args_of else hub_config(model)
+    return dict(config["text_config"]) if "text_config" in config else config
 
 
 def _config_error(model: Model, problem: str, fix: str) -> ConfigError:
@@ -385,7 +391,7 @@ def start_folder(model: Model) -> Path | None:
     return hub_folder(model) if model.hub_checkpoint else None
 
 
-def _check_hub_sizes(model: Model, args: ModelArgs, hub_sizes: dict[str, Any]) -> None:
+def _check_hub_sizes(model: Model, args: ModelArgs, hub_sizes: HubConfig) -> None:
     """Refuse a flavor or overrides that contradict the hub checkpoint."""
     differing = {name: size for name, size in hub_sizes.items() if getattr(args, name) != size}
     # Different values of `windows` can give every layer the same window.

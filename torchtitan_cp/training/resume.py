@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts
 from torchtitan_cp.checkpoint.hub_rope import rope_changes
@@ -12,6 +11,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.contract import ModelArgs
+from torchtitan_cp.config.json_types import JsonObject
 from torchtitan_cp.config.run_folder import RUN_CONFIG
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.corpus.cache import PreparedCorpus
@@ -62,7 +62,7 @@ def find_first_stage(saved: Saved | None, stages: Stages) -> ResolvedStage:
     return stages[min(progress.stage + is_stage_evaluated(progress, stages), len(stages) - 1)]
 
 
-def identity_of(config: Config, args: ModelArgs, tp: int) -> dict[str, Any]:
+def identity_of(config: Config, args: ModelArgs, tp: int) -> JsonObject:
     """What must be the same to resume a run, apart from its data.
 
     Args:
@@ -165,11 +165,11 @@ def _log_changed_settings(file: Path, config: Config) -> None:
         logger.info("resumed with other settings: %s", "; ".join(changed))
 
 
-def _data_order(progress: Progress) -> dict[str, Any]:
+def _data_order(progress: Progress) -> JsonObject:
     """What decides the data order, by the names that a message uses."""
     return {"tokens of the longest stage": progress.block_tokens, "data.order": progress.data_order.get("order")}
 
 
-def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changes(was: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """The entries of `was` that have another value now, as `name old -> new`."""
     return [f"{name} {value} -> {now.get(name)}" for name, value in was.items() if now.get(name) != value]

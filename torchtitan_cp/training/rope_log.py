@@ -3,17 +3,17 @@
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from torchtitan_cp.checkpoint.hub_rope import hub_rope
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.curriculum import ResolvedStage, rope_notes
 from torchtitan_cp.training import registry
 
 logger = logging.getLogger(__name__)
 
 
-def log_rope_notes(config: Config, stages: Sequence[ResolvedStage], args: Any, first: int = 0) -> None:
+def log_rope_notes(config: Config, stages: Sequence[ResolvedStage], args: ModelArgs, first: int = 0) -> None:
     """Log what stages change in the rotary embedding, and which of them are longer and leave it as it was.
 
     Args:

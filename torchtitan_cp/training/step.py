@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.data.batches.micro_batches import MicroBatch
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis
 from torchtitan_cp.health.monitor import HealthMonitor, StepReport
 from torchtitan_cp.health.recovery import RecoveryState
-from torchtitan_cp.health.replay import save_bundle
+from torchtitan_cp.health.replay import RunSettings, save_bundle
 from torchtitan_cp.parallel.experts import Routing
 from torchtitan_cp.runtime.device import seed_step
 from torchtitan_cp.training import registry
@@ -71,7 +70,7 @@ class StepRunner:
         memory = self.model.world.device.peak_memory_bytes()
         return self.monitor.check_step(sums, self.model.square_norms(), memory, self.stop_and_save_requests())
 
-    def _repeat(self, micro_batches: Sequence[MicroBatch], within: AbstractContextManager[Any]) -> StepReport:
+    def _repeat(self, micro_batches: Sequence[MicroBatch], within: AbstractContextManager[None]) -> StepReport:
         """Run a step again, uncompiled and with the same random numbers, and free its gradients.
 
         Args:
@@ -98,7 +97,7 @@ class StepRunner:
             return diagnosis
         state.replays += 1
         config, args = self.config, self.model.args
-        about = {
+        about: RunSettings = {
             "findings": report.findings or report.spikes,
             "architecture": config.model.architecture,
             "sizes": registry.sizes_of(args),

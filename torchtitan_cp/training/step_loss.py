@@ -8,13 +8,14 @@ before the first forward. So the sums stay sums, and backward gives each of them
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_cp.attention.autograd import Context
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
@@ -70,15 +71,23 @@ def add_loss(x: Tensor, loss_sum: Tensor, count: Tensor | None) -> Tensor:
     return _AddLoss.apply(x, loss_sum, count)
 
 
+class _Context(Context, Protocol):
+    count: Tensor | None
+    dtype: torch.dtype
+
+
 class _AddLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss_sum: Tensor, count: Tensor | None) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, loss_sum: Tensor, count: Tensor | None) -> Tensor:
         ctx.count, ctx.dtype = count, loss_sum.dtype
         return x.clone()  # FSDP and zero-bubble schedules refuse a view as the output of a part
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        return gradient, 1 / ctx.count.to(ctx.dtype) if ctx.needs_input_grad[1] else None, None
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None
+        assert ctx.count is not None
+        return gradient, 1 / ctx.count.to(ctx.dtype), None
 
 
 @dataclass

@@ -6,12 +6,13 @@ what a ring sends under a window of W, so they are sent like keys, and their gra
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cp.attention.autograd import Context
 from torchtitan_cp.attention.caching import keep_newest, to_device
 from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.compiling import with_autograd
@@ -156,12 +157,16 @@ def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: 
     return [dx, *dparameters]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[list[Tensor], Tensor, bool], output: Tensor) -> None:
+class _Context(Context, Protocol):
+    silu: bool
+
+
+def _save_for_backward(ctx: _Context, inputs: tuple[list[Tensor], Tensor, bool], output: Tensor) -> None:
     tensors, handle, ctx.silu = inputs
     ctx.save_for_backward(handle, *tensors)
 
 
-def _backward(ctx: Any, dout: Tensor) -> tuple[list[Tensor], None, None]:
+def _backward(ctx: _Context, dout: Tensor) -> tuple[list[Tensor], None, None]:
     handle, *tensors = ctx.saved_tensors
     return torch.ops.torchtitan_cp.causal_conv_backward(dout, tensors, handle, ctx.silu), None, None
 

@@ -8,11 +8,12 @@ heads for sequence, and computes some heads of all rows. For backward, which com
 import logging
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.autograd import Context
 from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.linear.kernel import in_parts
@@ -198,8 +199,9 @@ def delta_rule(
 
 
 @delta_rule.register_fake
-def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list[Tensor]]:
-    rule, ranks, trades, most_runs = options[1:]
+def _(
+    inputs: list[Tensor], handle: Tensor, scale: float, rule: str, ranks: int, trades: bool, most_runs: int
+) -> tuple[Tensor, list[Tensor]]:
     q, _, v, *_ = inputs
     (batch, rows, heads, value_dim), (key_heads, key_dim) = v.shape, q.shape[2:]
     out = v.new_empty(v.shape)
@@ -228,18 +230,24 @@ def delta_rule_backward(
 
 
 @delta_rule_backward.register_fake
-def _(dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, *options: Any) -> list[Tensor]:
+def _(dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, *_: object) -> list[Tensor]:
     heads = [key_heads] * 2 + [dout.shape[2]] * 3
     return [x.new_empty((*dout.shape[:2], count, x.shape[-1])) for x, count in zip(kept[:5], heads, strict=True)]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
+class _Context(Context, Protocol):
+    options: tuple[int, float, str, bool]  # key heads, scale, rule, whether heads are traded
+
+
+def _save_for_backward(
+    ctx: _Context, inputs: tuple[list[Tensor], Tensor, float, str, int, bool, int], output: tuple[Tensor, list[Tensor]]
+) -> None:
     tensors, handle, scale, rule, _, trades, _ = inputs
     ctx.options = tensors[0].shape[2], scale, rule, trades
     ctx.save_for_backward(handle, *([] if trades else tensors), *output[1])
 
 
-def _autograd(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
+def _autograd(ctx: _Context, dout: Tensor, *_: object) -> tuple[list[Tensor] | None, ...]:
     handle, *kept = ctx.saved_tensors
     gradients = torch.ops.torchtitan_cp.gated_delta_rule_backward(dout, kept, handle, *ctx.options)
     return gradients, None, None, None, None, None, None

@@ -7,11 +7,10 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import active_children, parent_process, resource_tracker, set_forkserver_preload
 from multiprocessing.util import Finalize, get_temp_dir
-from typing import Any
 
 import torchdata.nodes as nodes
 from torch import Tensor
@@ -52,7 +51,7 @@ def read_steps(
         source: nodes.BaseNode = nodes.Mapper(nodes.IterableWrapper(numbers), read)
         source = nodes.PinMemory(source) if pin else source
         return iter(nodes.Loader(nodes.Prefetcher(source, prefetch_factor=read_ahead)))
-    loader: DataLoader[Any] = DataLoader(
+    loader: DataLoader[tuple[MicroBatch, ...]] = DataLoader(
         numbers,  # type: ignore[arg-type]
         batch_size=None,
         collate_fn=partial(_read_into_shared_memory, read),  # of one number, in a worker
@@ -79,7 +78,7 @@ def _read_into_shared_memory(read: Callable[[int], tuple[MicroBatch, ...]], step
     return micro_batches
 
 
-def _receive(steps: Iterator[Any]) -> Iterator[tuple[MicroBatch, ...]]:
+def _receive(steps: Iterator[Sequence[MicroBatch]]) -> Iterator[tuple[MicroBatch, ...]]:
     try:
         yield from map(tuple, steps)  # pinning makes lists
     except RuntimeError as error:
@@ -137,7 +136,7 @@ def _choose_socket_folder() -> None:
         tempfile.tempdir = before
 
 
-def _start_without_stop_signals(loader: DataLoader[Any]) -> Iterator[Any]:
+def _start_without_stop_signals(loader: DataLoader[tuple[MicroBatch, ...]]) -> Iterator[tuple[MicroBatch, ...]]:
     """Start the loader's workers with the stop signals blocked: a scheduler or terminal signals every process of a job.
 
     The rank answers those signals, and its workers end with it. A blocked signal stays blocked in the processes that

@@ -7,7 +7,7 @@ of them a rank reads, and the plan for their documents decides which tokens of t
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -109,11 +109,17 @@ class MicroBatch:
         """
         for plan in self.plans.values():
             prepare_plan(plan)
-        fetched: dict[str, Any] = {name: x.pin_memory() for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **fetched)
+        return replace(
+            self,
+            tokens=self.tokens.pin_memory(),
+            labels=self.labels.pin_memory(),
+            positions=self.positions.pin_memory(),
+            document_positions=None if self.document_positions is None else self.document_positions.pin_memory(),
+            weights=None if self.weights is None else self.weights.pin_memory(),
+        )
 
 
-def batch_signature(batch_layout: BatchLayout, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+def batch_signature(batch_layout: BatchLayout, micro_batches: Sequence[MicroBatch]) -> dict[str, object]:
     """What ranks must agree on before they exchange the messages of a step, by name.
 
     Data-parallel ranks have different documents, so the names of these contain the rank.

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -234,7 +234,7 @@ class StageSamples:
             for name, count in self._counts(self.steps + self.skipped_steps).items()
         }
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return StageSamples, tuple(getattr(self, argument.name) for argument in fields(self))
 
     def sequence(self, number: int) -> PackedSequence:

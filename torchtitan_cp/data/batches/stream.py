@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class TokenStream:
         assert self.store.tokens > 0, "a stream needs a token"
         self._order = lru_cache(maxsize=2)(self._make_order)  # a read may cross from one epoch into the next
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[TokenStore, int, int, bool, str]]:
         return TokenStream, (self.store, self.block_tokens, self.seed, self.shuffle, self.order)
 
     def read(self, cursor: int, count: int) -> np.ndarray:

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class AddedToken:
 def encode_around_tokens(
     texts: Sequence[str],
     literals: Mapping[AddedToken, list[int] | None],
-    encode: Callable[[list[str], bool], list[tuple[Any, Any]]],
+    encode: Callable[[list[str], bool], list[tuple[ArrayLike, ArrayLike]]],
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens of texts in which some tokens are found first, and what lies between them is encoded.
 

@@ -15,19 +15,20 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
 from torchtitan_cp.config.data import Data, SourceKeys
 from torchtitan_cp.config.errors import name_in_errors
 from torchtitan_cp.config.file_lock import lock_file
+from torchtitan_cp.config.json_types import Json, JsonObject
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
-from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_json, write_json
+from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_manifest, write_json
 from torchtitan_cp.data.corpus.tokenization import SPLITS, STATISTICS_FILE, UNIGRAM_FILE, Tokenization, read_journal
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_cp.data.corpus.tokenizer_training import train_sentencepiece
@@ -85,12 +86,19 @@ class PreparedCorpus:
         return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
+class CacheLocations(TypedDict):
+    """Paths of the tokenizer, empty without a file, and of each source's folder, by its name."""
+
+    tokenizer: str
+    folders: dict[str, str]
+
+
 def prepare(data: Data, tokenizer: TokenizerConfig, start: Path | None = None) -> PreparedCorpus:
     """The corpus's tokens, prepared to the end; see `CacheBuilder` and `open_cache`."""
     return open_cache(CacheBuilder(data, tokenizer, lambda: False, start).build(), data, tokenizer)
 
 
-def open_cache(locations: dict[str, Any], data: Data, tokenizer: TokenizerConfig) -> PreparedCorpus:
+def open_cache(locations: CacheLocations, data: Data, tokenizer: TokenizerConfig) -> PreparedCorpus:
     """Open what `CacheBuilder.build` returned; `data` and `tokenizer` are the config's sections."""
     shared = load_tokenizer(dataclasses.replace(tokenizer, path=locations["tokenizer"]))
     sources = {name: _open_source(name, Path(folder)) for name, folder in locations["folders"].items()}
@@ -126,13 +134,13 @@ class CacheBuilder:
         self.root, self.sources = Path(os.path.expanduser(data.cache_folder)), data.by_name()
         self.settings, self.stop_requested, self.start = tokenizer, stop_requested, start
 
-    def build(self) -> dict[str, Any]:
+    def build(self) -> CacheLocations:
         """List the corpus's files, then make the tokens and the tokenizer that are missing.
 
         Every source has a folder of its own. Any number of processes may do this: one builds, the others wait for it.
 
         Returns:
-            the paths of everything, as JSON values, for `open_cache` in this process and others.
+            the paths of everything, for `open_cache` in this process and others.
 
         Raises:
             DataError: a source or the tokenizer cannot be used, a split is empty, or the cache folder cannot be
@@ -154,7 +162,7 @@ class CacheBuilder:
 
     def _train_tokenizer(self, corpora: Collection[Corpus]) -> Tokenizer:
         """The tokenizer that follows from these corpora and the recipe: trained on all of them, once."""
-        recipe = [RECIPE_VERSION, self.settings.vocab_size, *(corpus.fingerprint for corpus in corpora)]
+        recipe: list[Json] = [RECIPE_VERSION, self.settings.vocab_size, *(corpus.fingerprint for corpus in corpora)]
         model = self.root / f"tokenizer-{_digest(recipe)}.model"
         if not model.exists():
             with self._lock():
@@ -181,13 +189,13 @@ class CacheBuilder:
     def _tokenize(self, name: str, corpus: Corpus, tokenizer: Tokenizer) -> Path:
         """The folder of a source's tokens, named for everything that they depend on; it is made if not finished."""
         source = corpus.source
-        lengths: list[Any] = [source.min_document, source.max_document]
-        lengths += [source.too_long, CHAT_VERSION] * source.conversations
+        lengths: list[Json] = [source.min_document, source.max_document]
+        lengths += [source.too_long, CHAT_VERSION] if source.conversations else []
         folder = self.root / _digest([FORMAT_VERSION, corpus.fingerprint, lengths, tokenizer.fingerprint])
         if not _damage_of(folder):
             return folder
         keys = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(SourceKeys)}
-        settings = {"data": keys, "tokenizer": dataclasses.asdict(self.settings)}
+        settings: JsonObject = {"data": keys, "tokenizer": dataclasses.asdict(self.settings)}
         partial = folder.with_name(folder.name + PARTIAL)
         with self._lock():
             if not _damage_of(folder):
@@ -232,17 +240,17 @@ class CacheBuilder:
             raise PreparationStoppedError(f"stopped while {activity}; the same command starts that again")
 
 
-def _digest(values: list[Any]) -> str:
+def _digest(values: Json) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:KEY_CHARACTERS]
 
 
 def _damage_of(folder: Path) -> str:
     """What is wrong with a folder of the cache; empty if it is as its manifest says."""
-    manifest = read_json(folder / MANIFEST_FILE)
+    manifest = read_manifest(folder)
     return find_damage(folder, manifest["file_bytes"]) if manifest else f"{MANIFEST_FILE} is missing or unreadable"
 
 
-def _remove_stale(partial: Path, settings: dict[str, Any]) -> None:
+def _remove_stale(partial: Path, settings: JsonObject) -> None:
     """Delete builds that cannot continue: killed before their first commit, or of a corpus that has changed."""
     for other in partial.parent.glob("[0-9a-f]" * KEY_CHARACTERS + PARTIAL):
         journal = read_journal(other)
@@ -250,12 +258,12 @@ def _remove_stale(partial: Path, settings: dict[str, Any]) -> None:
             shutil.rmtree(other)
 
 
-def _log_reason(folder: Path, name: str, corpus: Corpus, settings: dict[str, Any]) -> None:
+def _log_reason(folder: Path, name: str, corpus: Corpus, settings: JsonObject) -> None:
     """Log what is built, and why if the folder is damaged or an input changed since a build with the same settings."""
     if folder.exists():
         logger.warning("the prepared corpus in %s is damaged (%s); it is made again", folder, _damage_of(folder))
     for path in folder.parent.glob(f"*/{MANIFEST_FILE}"):
-        earlier = read_json(path)
+        earlier = read_manifest(path.parent)
         if path.parent != folder and earlier and earlier["settings"] == settings:
             changed = "tokenizer" if earlier["corpus_fingerprint"] == corpus.fingerprint else "corpus"
             message = "the %s changed since %s was made; the tokens are made again (that folder is no longer needed)"

@@ -3,15 +3,15 @@
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.config.extras import import_extra
+from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
 from torchtitan_cp.data.corpus.store import read_json
@@ -22,13 +22,15 @@ from torchtitan_cp.data.errors import DataError
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 TEMPLATE_FOLDER = "additional_chat_templates"  # files named for their templates
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of the templates for conversations without tools and with some
-SAMPLE_TOOLS = [{"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}]
+SAMPLE_TOOLS: list[Json] = [
+    {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
+]
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 TODAY = datetime(2024, 7, 26)  # for every template, so that tokens depend on no day; the default of Llama 3.1's
 MAX_CHARACTERS = 10_000_000  # in a conversation, which is tokenized in one piece
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, Json]]
 Ranges = list[tuple[int, int]]  # (start, stop) of characters, in order and apart from each other
 
 
@@ -48,7 +50,7 @@ class ChatTemplate:
     variables: dict[str, str] = field(default_factory=dict)
     named: dict[str, str] = field(default_factory=dict)
 
-    def _choose(self, tools: Any) -> tuple[str, str]:
+    def _choose(self, tools: Json) -> tuple[str, str]:
         """Name and text of the template for a conversation with these tools.
 
         Raises:
@@ -70,7 +72,7 @@ class ChatTemplate:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(text, encoding="utf-8")
 
-    def render(self, messages: Messages, tools: Any = None, *, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Messages, tools: Json = None, *, add_generation_prompt: bool = False) -> str:
         """The text of messages.
 
         Args:
@@ -83,21 +85,24 @@ class ChatTemplate:
         """
         return self._render(messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
-    def _render(self, messages: Messages, tools: Any, **settings: Any) -> tuple[str, Ranges]:
+    def _render(self, messages: Messages, tools: Json, **settings: bool) -> tuple[str, Ranges]:
         utils = import_extra("transformers.utils.chat_template_utils", extra="hub", needed_by="a chat template")
         source = self._choose(tools)[1]
-        settings |= {"chat_template": source, **self.variables}
         # As apply_chat_template does: many templates would print the null.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             # render_jinja_template takes no function as a variable, but gets the template from the same cache.
             utils._compile_jinja_template(source).globals["strftime_now"] = TODAY.strftime
-            [text], marks = utils.render_jinja_template([given], tools=tools, **settings)
+            [text], marks = utils.render_jinja_template(
+                [given], tools=tools, chat_template=source, **self.variables, **settings
+            )
         except Exception as error:  # a template raises whatever its author chose
             raise BadRecordError("template error", f"{type(error).__name__}: {error}") from error
         return text, marks[0] if marks else []
 
-    def render_with_mask(self, messages: Messages, tools: Any = None, loss_on: str = "assistant") -> tuple[str, Ranges]:
+    def render_with_mask(
+        self, messages: Messages, tools: Json = None, loss_on: str = "assistant"
+    ) -> tuple[str, Ranges]:
         """The text of messages and what of it is learned.
 
         The template's `{% generation %}` marks say what an answer is. Without them a message reaches from the end of
@@ -134,7 +139,7 @@ class ChatTemplate:
             ranges = [(max(start, first), min(stop, last)) for start, stop in spans for first, last in marks]
         return text, [(start, stop) for start, stop in ranges if start < stop]
 
-    def _has_one_mark_each(self, messages: Messages, answers: list[int], tools: Any, marks: int) -> bool:
+    def _has_one_mark_each(self, messages: Messages, answers: list[int], tools: Json, marks: int) -> bool:
         """Whether each answer adds one of the text's marks."""
         found = [
             len(self._render(messages[: index + 1], tools, return_assistant_tokens_mask=True)[1]) for index in answers
@@ -142,7 +147,7 @@ class ChatTemplate:
         return found == list(range(1, marks + 1))
 
     def _find_message(
-        self, text: str, messages: Messages, index: int, tools: Any, after_prompt: bool, fix: str
+        self, text: str, messages: Messages, index: int, tools: Json, after_prompt: bool, fix: str
     ) -> tuple[int, int]:
         """Where message `index` lies in the text of all messages, as (start, stop).
 
@@ -204,20 +209,20 @@ def learned_messages(messages: Messages, loss_on: str) -> list[int]:
     return [i for i in chosen if messages[i].get("weight") != 0 and messages[i].get("train") is not False]
 
 
-def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> tuple[str, Ranges]:
+def read_conversation(row: Mapping[str, object], source: SourceKeys, template: ChatTemplate) -> tuple[str, Ranges]:
     """The conversation in a row of the corpus as text, and what of it is learned.
 
     Raises:
         BadRecordError, DataError: as render_with_mask; or the row holds none.
     """
-    row = row if source.source == "jsonl" else without_none(row)
-    messages: Any = row.get(source.messages_field or "messages")
+    row = row if source.source == "jsonl" else _fields_without_none(row)
+    found = row.get(source.messages_field or "messages")
     if source.prompt_field:
-        messages = []
+        found = list[object]()
         for role, field_name in (("user", source.prompt_field), ("assistant", source.completion_field)):
             content = row.get(field_name)
-            messages += content if isinstance(content, list) else [{"role": role, "content": content}]
-    check_messages(messages)
+            found += content if isinstance(content, list) else [{"role": role, "content": content}]
+    messages = check_messages(found)
     tools = _read_tools(row.get("tools"))
     text, learned = template.render_with_mask(messages, tools, source.loss_on)
     if re.search("[\ud800-\udfff]", text):
@@ -228,7 +233,7 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     return text, learned
 
 
-def _read_tools(tools: Any) -> list[Any] | None:
+def _read_tools(tools: object) -> list[Json] | None:
     """The tools of a row: a list, or its JSON. None, an empty text and null say nothing; an empty list is one."""
     tools = parse_json(tools or "null", "tools that are not JSON") if isinstance(tools, str) else tools
     if not isinstance(tools or [], list):
@@ -236,15 +241,19 @@ def _read_tools(tools: Any) -> list[Any] | None:
     return tools if isinstance(tools, list) else None
 
 
-def without_none(value: Any) -> Any:
+def without_none(value: object) -> object:
     """A nested value without the fields that Arrow adds to a row because other rows have them."""
     if isinstance(value, dict):
-        return {name: without_none(entry) for name, entry in value.items() if entry is not None or name == "content"}
+        return _fields_without_none(value)
     return [without_none(entry) for entry in value] if isinstance(value, list) else value
 
 
-def check_messages(messages: Any) -> None:
-    """Check the messages of a conversation: their roles, contents and weights.
+def _fields_without_none(row: Mapping[str, object]) -> dict[str, object]:
+    return {name: without_none(entry) for name, entry in row.items() if entry is not None or name == "content"}
+
+
+def check_messages(messages: object) -> list[dict[str, Json]]:
+    """The messages of a conversation, once their roles, contents and weights are checked.
 
     Raises:
         BadRecordError: the first that is wrong.
@@ -266,9 +275,10 @@ def check_messages(messages: Any) -> None:
     characters = sum(len(text) for message in messages for text in _texts(message))
     if characters >= MAX_CHARACTERS:
         raise BadRecordError("conversation of 10 MB or more", f"{characters} characters")
+    return messages
 
 
-def _is_content(message: Mapping[str, Any]) -> bool:
+def _is_content(message: Mapping[str, Json]) -> bool:
     """Whether the message has a text, a list of parts with texts, or, of an assistant, a call instead."""
     content = message.get("content")
     if content is None:
@@ -277,11 +287,12 @@ def _is_content(message: Mapping[str, Any]) -> bool:
     return len(_texts(message)) == (len(content) if isinstance(content, list) else 1)
 
 
-def _texts(message: Mapping[str, Any]) -> list[str]:
+def _texts(message: Mapping[str, Json]) -> list[str]:
     """The texts of a message: its content, or those of the content's parts."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
-    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return [text for text in texts if isinstance(text, str)]
 
 
 def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Path | None) -> ChatTemplate | None:
@@ -305,7 +316,7 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
     problem = "there is no chat template"
     try:
         if source.chat_template:
-            named = _readable({DEFAULT: Path(os.path.expanduser(source.chat_template)).read_text("utf-8")})
+            named = _readable([(DEFAULT, Path(os.path.expanduser(source.chat_template)).read_text("utf-8"))])
         for folder, config in zip(folders, configs, strict=True):
             named = named or _read_templates(folder, config)
     except (OSError, UnicodeDecodeError) as error:
@@ -330,22 +341,21 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
     return template
 
 
-def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _read_templates(folder: Path, config: Mapping[str, Json]) -> dict[str, str]:
     """The templates of a tokenizer's folder by name, read as by transformers: its files, else those of its config."""
     files = {DEFAULT: folder / TEMPLATE_FILE}
     files |= {path.name.removesuffix(".jinja"): path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
-    if written := _readable({name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}):
+    if written := _readable((name, path.read_text("utf-8")) for name, path in files.items() if path.is_file()):
         return written
     stored = config.get("chat_template")
     if isinstance(stored, list):
-        stored = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}
-    return _readable(stored if isinstance(stored, dict) else {DEFAULT: stored})
+        return _readable(
+            {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}.items()
+        )
+    return _readable(stored.items() if isinstance(stored, dict) else [(DEFAULT, stored)])
 
 
-def _readable(templates: Mapping[Any, Any]) -> dict[str, str]:
-    """Those that are text and have a name that a file may have."""
-    return {name: text for name, text in templates.items() if text and isinstance(text, str) and _names_a_file(name)}
-
-
-def _names_a_file(name: Any) -> bool:
-    return isinstance(name, str) and Path(name).name == name
+def _readable(templates: Iterable[tuple[object, object]]) -> dict[str, str]:
+    """The names and texts of those that are text and have a name that a file may have."""
+    named = ((name, text) for name, text in templates if isinstance(name, str) and Path(name).name == name)
+    return {name: text for name, text in named if text and isinstance(text, str)}

@@ -86,10 +86,10 @@ class Corpus:
             for index in indices:
                 file = self.files[index]
                 for document in kind.read(file, self.source, skipped):
-                    if self.template:
+                    if self.template and document.row is not None:
                         with skipped.skipping(document.key.replace(file.name, str(file.path), 1)):
-                            row = document.content
-                            document.content, document.learned = read_conversation(row, self.source, self.template)
+                            text, learned = read_conversation(document.row, self.source, self.template)
+                            document.content, document.learned = text, learned
                         if not document.learned:
                             continue
                     chosen = document.key == held_out_key and not chooses_joined
@@ -149,8 +149,9 @@ def _join(documents: Iterator[Document]) -> Iterator[Document]:
     waiting: dict[bool, list[Document]] = {False: [], True: []}
     sizes = {False: 0, True: 0}
     for document in documents:
-        document.content += "" if document.content.endswith("\n") else "\n"
-        split, size_bytes = document.held_out, len(document.content.encode())
+        text = _text(document)
+        document.content = text = text if text.endswith("\n") else text + "\n"
+        split, size_bytes = document.held_out, len(text.encode())
         if waiting[split] and sizes[split] + size_bytes > JOINED_BYTES:
             yield _joined(waiting[split])
             waiting[split], sizes[split] = [], 0
@@ -160,7 +161,7 @@ def _join(documents: Iterator[Document]) -> Iterator[Document]:
 
 
 def _joined(texts: list[Document]) -> Document:
-    content = "".join(text.content for text in texts)
+    content = "".join(map(_text, texts))
     return replace(texts[0], content=content, read_bytes=texts[-1].read_bytes)
 
 
@@ -183,3 +184,8 @@ def check_corpus(data: Data) -> None:
     """
     for source in data.by_name().values():
         next(find_files(source))
+
+
+def _text(document: Document) -> str:
+    assert isinstance(document.content, str), "only texts are joined"
+    return document.content

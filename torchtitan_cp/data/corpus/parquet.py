@@ -5,13 +5,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.data.corpus.records import BadRecordError, Document, SkippedRecords, SourceFile
 from torchtitan_cp.data.corpus.rows import read_row, wanted_fields
 from torchtitan_cp.data.errors import DataError
+
+if TYPE_CHECKING:
+    from pyarrow import Scalar
+    from pyarrow.parquet import ParquetFile
 
 BATCH_ROWS, BATCH_BYTES = 256, 64 << 20  # of a row group, in memory at a time
 # Words of pyarrow's about what it cannot do, in exceptions that mean damage otherwise.
@@ -56,7 +61,7 @@ def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
         skipped.add_unreadable(error, file, number)
 
 
-def _open_parquet(arrow: Any, path: Path) -> Any:
+def _open_parquet(arrow: ModuleType, path: Path) -> "ParquetFile":
     """The file, with its columns as Parquet describes them, not as the Arrow columns that they were written from.
 
     Those may be dictionaries, which pyarrow cannot read inside lists where a row group has only nulls, or another
@@ -71,7 +76,7 @@ def _open_parquet(arrow: Any, path: Path) -> Any:
 
 
 @contextmanager
-def _judging_errors(arrow: Any, file: SourceFile) -> Iterator[None]:
+def _judging_errors(arrow: ModuleType, file: SourceFile) -> Iterator[None]:
     """Tell damage from what pyarrow cannot do, and from an OSError of the system.
 
     Raises:
@@ -116,7 +121,9 @@ def _find_columns(names: Sequence[str], file: SourceFile, source: SourceKeys, sk
     return columns
 
 
-def _read_group(arrow: Any, parquet: Any, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+def _read_group(
+    arrow: ModuleType, parquet: "ParquetFile", group: int, columns: list[str]
+) -> Iterator[dict[str, "Scalar"]]:
     """The rows of a row group, as arrow scalars by column.
 
     pyarrow refuses nested columns of which a batch holds 2 GB of text. A batch is small, or, where even that fails
@@ -140,7 +147,7 @@ def _read_group(arrow: Any, parquet: Any, group: int, columns: list[str]) -> Ite
                 raise
 
 
-def import_pyarrow(source: SourceKeys) -> Any:
+def import_pyarrow(source: SourceKeys) -> ModuleType:
     """The package pyarrow with its reader of Parquet.
 
     Raises:
@@ -151,15 +158,15 @@ def import_pyarrow(source: SourceKeys) -> Any:
     return import_extra("pyarrow", extra="parquet", needed_by=needed_by)
 
 
-def _to_python(value: Any, nested: bool) -> Any:
+def _to_python(value: "Scalar", nested: bool) -> object:
     """An arrow scalar as a Python value, a map as a dict; a list as an array unless `nested`, for its speed.
 
     Raises:
         BadRecordError: Python has no such value: two fields or keys of one name, a time after the year 9999.
     """
-    items: Any = None if nested else getattr(value, "values", None)  # a list's; a struct has a method of this name
+    items = None if nested else getattr(value, "values", None)  # a list's; a struct has a method of this name
     try:
-        if hasattr(items, "to_numpy"):
+        if items is not None and hasattr(items, "to_numpy"):
             return items.to_numpy(zero_copy_only=False)
         return value.as_py(maps_as_pydicts="strict")
     except UnicodeDecodeError:

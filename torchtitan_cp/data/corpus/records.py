@@ -5,12 +5,14 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+
+from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.data.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -44,23 +46,24 @@ class Document:
     """A unit of text that the model may attend over: a file, a row, or the joined files of a folder.
 
     Attributes:
-        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative. For a
-            conversation readers give the row, which the corpus turns into text.
+        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative.
         key: its name in the corpus, whose hash decides whether it is held out; for joined files, the first one's.
         group: name of the folder, repository or other group that it belongs to; None: no group.
         read_bytes: bytes read from the corpus up to the document's end; readers count from the start of the file.
         held_out: the document belongs to the validation split; set by the corpus, like resume_point.
         resume_point: the index of the file from which to read again to get the document (if files are joined, the
             folder's first), what was skipped before that file, by kind, and the document's number from there, from 1.
+        row: a conversation as readers give it, with an empty text; the corpus writes its text.
         learned: (start, stop) of the characters that are learned, in order; None: not a conversation.
     """
 
-    content: Any
+    content: str | np.ndarray
     key: str
     group: str | None
     read_bytes: int
     held_out: bool = False
     resume_point: tuple[int, dict[str, int], int] = (0, {}, 0)
+    row: Mapping[str, object] | None = None
     learned: list[tuple[int, int]] | None = None
 
 
@@ -68,12 +71,13 @@ class BadRecordError(Exception):
     """A record cannot be read or learned from. Args: the kind of problem, which is counted, and details to log."""
 
 
-def parse_json(text: str, problem: str) -> Any:
+def parse_json(text: str, problem: str) -> Json:
     """The value of a JSON text. Raises BadRecordError of kind `problem` if the text is not JSON."""
     try:
-        return json.loads(text)
+        value: Json = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadRecordError(problem, str(error)) from error
+    return value
 
 
 class SkippedRecords:

@@ -8,9 +8,10 @@ import os
 import sys
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import ModuleType
+from typing import BinaryIO
 
 import numpy as np
 
@@ -27,7 +28,7 @@ else:
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
-def read_row(row: Any, number: int, file: SourceFile, read_bytes: int, source: SourceKeys) -> Document:
+def read_row(row: object, number: int, file: SourceFile, read_bytes: int, source: SourceKeys) -> Document:
     """The document of a row (a line of JSONL, a row of Parquet or of a dataset).
 
     Args:
@@ -42,13 +43,15 @@ def read_row(row: Any, number: int, file: SourceFile, read_bytes: int, source: S
     if not isinstance(row, Mapping) or name not in row:
         fields = ", ".join(map(str, row)) if isinstance(row, Mapping) else "none"
         raise BadRecordError(f"no field {name!r}", f"its fields: {fields:.80}")
-    content: Any = row
+    content: str | np.ndarray = ""
     if not source.conversations:
         content = _tokens(row[name], name) if source.token_field else _text(row[name], name)
-    if not len(content):
-        raise BadRecordError(f"field {name!r} that is empty")
+        if not len(content):
+            raise BadRecordError(f"field {name!r} that is empty")
     group = row.get(source.group_field) if source.group_field else None
-    return Document(content, f"{file.name}:{number}", None if group is None else str(group), read_bytes)
+    document = Document(content, f"{file.name}:{number}", None if group is None else str(group), read_bytes)
+    document.row = row if source.conversations else None
+    return document
 
 
 def wanted_fields(source: SourceKeys) -> list[str]:
@@ -57,17 +60,17 @@ def wanted_fields(source: SourceKeys) -> list[str]:
     return chat if chat[0] else [source.token_field or source.text_field]
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise BadRecordError(f"field {name!r} that is not a string")
     try:
         value.encode("utf-8")
-    except AttributeError:
-        raise BadRecordError(f"field {name!r} that is not a string") from None
     except UnicodeEncodeError:
         raise BadRecordError(f"field {name!r} with a lone surrogate") from None
     return value
 
 
-def _tokens(value: Any, name: str) -> np.ndarray:
+def _tokens(value: object, name: str) -> np.ndarray:
     try:
         tokens = np.asarray(value)
     except ValueError:  # lists of unequal length
@@ -151,19 +154,21 @@ def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
         ) from error
 
 
-def _open(datasets: Any, path: Path, source: SourceKeys) -> Any:
+def _open(datasets: ModuleType, path: Path, source: SourceKeys) -> Iterable[object]:
     """The split's rows, from a folder that `save_to_disk` wrote, a folder of data files, or a name."""
     if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         saved = datasets.load_from_disk(os.fspath(path))
-        return saved[source.split] if isinstance(saved, dict) else saved
-    return datasets.load_dataset(
+        rows: Iterable[object] = saved[source.split] if isinstance(saved, dict) else saved
+        return rows
+    rows = datasets.load_dataset(
         os.fspath(path) if path.exists() else source.path,
         source.subset or None,
         split=source.split,
         revision=source.revision or None,
         streaming=True,
     )
+    return rows
 
 
-def _import_datasets(source: SourceKeys) -> Any:
+def _import_datasets(source: SourceKeys) -> ModuleType:
     return import_extra("datasets", extra="hub", needed_by=f"{source.where}.source = 'huggingface'")

@@ -141,8 +141,9 @@ def _read_docstrings(file: SourceFile, source: SourceKeys, skipped: SkippedRecor
     """A conversation for each documented function and class; all of a file are held out, or none."""
     for text in _read_text(file, source, skipped):
         if text.read_bytes <= DOCSTRING_FILE_BYTES:
+            assert isinstance(text.content, str)
             for messages in docstring_conversations(text.content):
-                yield replace(text, content={"messages": messages})
+                yield replace(text, content="", row={"messages": messages})
 
 
 def docstring_conversations(text: str) -> Iterator[list[dict[str, str]]]:

@@ -67,7 +67,7 @@ class SourceStatistics:
     skipped_records: dict[str, int]
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "SourceStatistics":
+    def from_json(cls, values: Mapping[str, Any]) -> "SourceStatistics":
         """The inverse of dataclasses.asdict, by position: in older caches the last field has another name."""
         train, validation, *counts = values.values()
         return cls(LengthStatistics(**train), LengthStatistics(**validation), *counts)

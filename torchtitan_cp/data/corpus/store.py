@@ -11,18 +11,36 @@ The files of a split:
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 
 from torchtitan_cp.config.errors import name_in_errors
+from torchtitan_cp.config.json_types import Json, JsonObject
 
 JOURNAL_FILE, MANIFEST_FILE = "journal.json", "manifest.json"
 SHARD_BYTES = 512 << 20
 INDEX_DTYPE = np.dtype("<i8")
 COUNTED_TOKENS = 4 << 20  # tokens per counting pass, as NumPy converts them to int64
+
+
+class Manifest(TypedDict):
+    """A finished folder of the cache.
+
+    Attributes:
+        settings: of the source and the tokenizer, as in the config.
+        file_bytes: size of each file but the manifest.
+    """
+
+    format_version: int
+    settings: JsonObject
+    corpus_fingerprint: str
+    tokenizer_fingerprint: str
+    content_fingerprint: str
+    vocab_size: int
+    file_bytes: dict[str, int]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -106,7 +124,7 @@ class TokenStore:
             self._mask_offsets = np.append(0, np.cumsum(-(-self.document_lengths // 8)))
             self._mask = _map(folder / f"{split}.mask.bin", np.dtype(np.uint8))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[Path, str, int]]:
         return TokenStore, (self.folder, self.split, self.vocab_size)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
@@ -159,7 +177,7 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> JsonObject | None:
     """The JSON object in a file; None if the file is missing or holds none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -168,7 +186,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest in a folder of the cache; None if it is missing or unreadable."""
+    return cast(Manifest | None, read_json(folder / MANIFEST_FILE))
+
+
+def write_json(path: Path, values: Mapping[str, Json]) -> None:
     """Write the object to a file as JSON, whole or not at all."""
     replace_file(path, (json.dumps(values, indent=2) + "\n").encode())
 

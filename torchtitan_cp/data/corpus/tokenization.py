@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 
+from torchtitan_cp.config.json_types import JsonObject
 from torchtitan_cp.data.corpus import store
 from torchtitan_cp.data.corpus.documents import Corpus, key_hash
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
@@ -26,6 +27,8 @@ from torchtitan_cp.data.corpus.tokenizer import Tokenizer, usable_cores
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SPLITS = ("train", "validation")
 GROUPS_FILE, STATISTICS_FILE, UNIGRAM_FILE = "groups.jsonl", "statistics.json", "unigram.npy"
@@ -51,8 +54,8 @@ class _State:
         split_documents: documents longer than max_document.
         conversations: how many were too long, cut inside a learned turn, or left without a token to learn.
         groups: number of groups so far.
-        lowest: [hash, key, tokens] of the kept document with the lowest hash.
-        shortest: [tokens, key] of the shortest one.
+        lowest: (hash, key, tokens) of the kept document with the lowest hash.
+        shortest: (tokens, key) of the shortest one.
         held_out_key: key of the document that is held out because no hash is low enough.
     """
 
@@ -65,9 +68,22 @@ class _State:
     split_documents: int = 0
     conversations: dict[str, int] = field(default_factory=dict)
     groups: int = 0
-    lowest: list[Any] = field(default_factory=lambda: [1 << 64, "", 0])
-    shortest: list[Any] = field(default_factory=lambda: [1 << 64, ""])
+    lowest: tuple[int, str, int] = (1 << 64, "", 0)
+    shortest: tuple[int, str] = (1 << 64, "")
     held_out_key: str | None = None
+
+    def __post_init__(self) -> None:
+        """The journal has lists."""
+        (lowest_hash, lowest_key, tokens), (shortest_tokens, shortest_key) = self.lowest, self.shortest
+        self.lowest, self.shortest = (lowest_hash, lowest_key, tokens), (shortest_tokens, shortest_key)
+
+
+class _Journal(TypedDict, total=False):
+    """A pass that was killed: its _State by name, and the sizes of the files when it last committed."""
+
+    settings: JsonObject
+    state: dict[str, Any]
+    file_bytes: dict[str, int]
 
 
 @dataclass(eq=False)
@@ -86,10 +102,10 @@ class Tokenization:
     corpus: Corpus
     tokenizer: Tokenizer
     folder: Path
-    settings: dict[str, Any]
+    settings: JsonObject
     stop_requested: Callable[[], bool]
 
-    def tokenize(self) -> dict[str, Any]:
+    def tokenize(self) -> JsonObject:
         """Tokenize the corpus. Returns what the manifest says about the files.
 
         Raises:
@@ -109,12 +125,12 @@ class Tokenization:
             self._read_corpus(quiet=True)
         return self._finish()
 
-    def _start(self, journal: dict[str, Any]) -> None:
+    def _start(self, journal: _Journal) -> None:
         """Continue from the journal of a killed pass if the files match it, else start from the beginning."""
         sizes = journal.get("file_bytes", {})
         if damage := store.find_damage(self.folder, sizes, may_be_longer=True):
             logger.warning("the partial tokens in %s are damaged (%s); they are made again", self.folder, damage)
-            journal = sizes = {}
+            journal, sizes = {}, {}
         for path in self.folder.iterdir():
             if path.name in sizes:
                 os.truncate(path, sizes[path.name])
@@ -161,8 +177,8 @@ class Tokenization:
             return
         state.kept_documents += 1
         state.held_out_documents += document.held_out
-        state.lowest = min(state.lowest, [key_hash(document.key), document.key, len(ids)])
-        state.shortest = min(state.shortest, [len(ids), document.key])
+        state.lowest = min(state.lowest, (key_hash(document.key), document.key, len(ids)))
+        state.shortest = min(state.shortest, (len(ids), document.key))
         parts = max(1, -(-len(ids) // (source.max_document - 1))) if source.max_document and not spans else 1
         state.split_documents += parts > 1
         group, dtype = self._group_number(document.group), store.token_dtype(self.tokenizer.vocab_size)
@@ -216,7 +232,7 @@ class Tokenization:
                 "continues from there"
             )
 
-    def _finish(self) -> dict[str, Any]:
+    def _finish(self) -> JsonObject:
         self._refuse_empty_split()
         self._commit()
         state, vocab_size = self.state, self.tokenizer.vocab_size
@@ -255,10 +271,10 @@ class Tokenization:
             )
 
 
-def read_journal(folder: Path) -> dict[str, Any] | None:
+def read_journal(folder: Path) -> _Journal | None:
     """The journal of a pass that was killed in the folder; None if this version cannot continue from it."""
     journal = store.read_json(folder / store.JOURNAL_FILE)
-    return journal if journal and "state" in journal else None
+    return cast(_Journal, journal) if journal and "state" in journal else None
 
 
 def fit_conversation(mask: np.ndarray, most: int, too_long: str) -> list[tuple[int, int]]:
@@ -303,31 +319,34 @@ def tokenize(
     parts, dtype = list[np.ndarray](), store.token_dtype(tokenizer.vocab_size)
     bos = np.array(tokenizer.bos_ids, dtype=dtype)
     for batch in read_ahead(_batches(documents)):
-        contents, first = [content for content, _, _ in batch], batch[0][1]
-        if first.learned is not None:  # then all documents are conversations
-            for (_, document, _), (ids, starts) in zip(batch, tokenizer.encode_chat_batch(contents), strict=True):
-                yield document, ids, learned_tokens(starts, document.learned)
+        # All documents are conversations, or none; all are texts, or none.
+        texts = [content for content, _, _ in batch if isinstance(content, str)]
+        if batch[0][1].learned is not None:
+            for (_, document, _), (ids, starts) in zip(batch, tokenizer.encode_chat_batch(texts), strict=True):
+                yield document, ids, learned_tokens(starts, document.learned or [])
             continue
-        rows = tokenizer.encode_batch(contents) if isinstance(first.content, str) else contents
-        for (content, document, ends_document), ids in zip(batch, rows, strict=True):
-            if ids is content:
-                ids = _checked_ids(ids, document, tokenizer)
-            elif not parts:
-                parts.append(bos)
+        encoded = iter(tokenizer.encode_batch(texts) if texts else [])
+        for content, document, ends_document in batch:
+            if not isinstance(content, str):
+                ids = _checked_ids(content, document, tokenizer)
+            else:
+                ids = next(encoded)
+                if not parts:
+                    parts.append(bos)
             parts.append(ids.astype(dtype))
             if ends_document:
                 whole, parts = np.concatenate(parts), []  # a long document's parts are not kept beside it
                 yield document, whole, None
 
 
-def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
+def read_ahead(items: Iterator[T]) -> Iterator[T]:
     """The same items in order; a thread takes the next one ahead. Its exceptions are raised here."""
     end = object()
     with ThreadPoolExecutor(max_workers=1) as thread:
         following = thread.submit(next, items, end)
         while (item := following.result()) is not end:
             following = thread.submit(next, items, end)
-            yield item
+            yield cast(T, item)
 
 
 def _checked_ids(ids: np.ndarray, document: Document, tokenizer: Tokenizer) -> np.ndarray:

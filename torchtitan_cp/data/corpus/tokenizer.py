@@ -8,10 +8,11 @@ from dataclasses import asdict, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import sentencepiece
+from numpy.typing import ArrayLike
 
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
@@ -26,6 +27,9 @@ from torchtitan_cp.data.corpus.tokenizer_files import (
     read_tokenizer_files,
 )
 from torchtitan_cp.data.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 END_NAME = "</s>"  # of bytes, and of a tokenizer trained on the corpus
 DEEPSEEK_END_NAME = "<\uff5cend\u2581of\u2581sentence\uff5c>"
@@ -145,7 +149,7 @@ class SentencePieceTokenizer:
         return {AddedToken(SPACE_MARK, normalized=True): ids} if has_bytes and not adds_prefix else {}
 
     @cached_property
-    def _without_prefix(self) -> Any:
+    def _without_prefix(self) -> sentencepiece.SentencePieceProcessor:
         """The same model, but it adds no space before a text."""
         return sentencepiece.SentencePieceProcessor(model_proto=self._processor.serialized_model_proto() + NO_PREFIX)
 
@@ -168,7 +172,7 @@ class SentencePieceTokenizer:
         """
         return encode_around_tokens(texts, self._chat_literals, self._encode_with_starts)
 
-    def _encode_with_starts(self, parts: list[str], behind: bool) -> list[tuple[Any, Any]]:
+    def _encode_with_starts(self, parts: list[str], behind: bool) -> list[tuple[ArrayLike, ArrayLike]]:
         processor = self._without_prefix if behind else self._processor
         rows = processor.encode(parts, return_type="offset_mapping", num_threads=self._threads)
         return [(row["ids"], [start for start, _ in row["offsets"]]) for row in rows]
@@ -211,7 +215,7 @@ class ByteTokenizer:
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """(`[n]` ids, `[n]` characters at which they begin) of each text; eos_token in a text is the one token 256."""
 
-        def encode(parts: list[str], behind: bool) -> list[tuple[Any, Any]]:
+        def encode(parts: list[str], behind: bool) -> list[tuple[ArrayLike, ArrayLike]]:
             # A byte 10xxxxxx continues a character.
             return [(ids, np.cumsum(ids & 0xC0 != 0x80) - 1) for ids in self.encode_batch(parts)]
 
@@ -292,7 +296,7 @@ class HuggingFaceTokenizer:
         rows = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         self._tokenizer.encode_special_tokens = True
 
-        def starts(row: Any) -> np.ndarray:
+        def starts(row: "tokenizers.Encoding") -> np.ndarray:
             offsets = np.fromiter(chain.from_iterable(row.offsets), dtype=np.int64)
             return np.minimum(offsets[::2], np.append(0, offsets[1::2])[:-1])
 

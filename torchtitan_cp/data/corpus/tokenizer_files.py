@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from torchtitan_cp.config.json_types import Json, JsonObject
 from torchtitan_cp.data.corpus.added_tokens import AddedToken
 from torchtitan_cp.data.errors import DataError
 
@@ -31,7 +31,7 @@ class TokenizerFiles:
         lists_all: false if tokenizer.json's own added tokens count as listed too.
     """
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Json]
     named: Mapping[str, str | AddedToken | None]
     listed: Mapping[int, AddedToken]
     extra: tuple[str | AddedToken, ...]
@@ -87,16 +87,17 @@ def read_tokenizer_files(folder: Path | None) -> TokenizerFiles:
     with _name_file(folder, CONFIG_FILE if lists_all or not special_map else MAP_FILE):
         named = _read_names(settings, special_map)
         extra, later = _read_extra(settings, special_map)
-        listed = {int(index): _token(value) for index, value in settings.get("added_tokens_decoder", {}).items()}
+        decoder = _table(settings.get("added_tokens_decoder", {}))
+        listed = {int(index): _token(value) for index, value in decoder.items()}
     special = {_text(token) for token in (*named.values(), *extra) if token}
     with _name_file(folder, ADDED_FILE):
         for content, index in added.items():
-            listed[int(index)] = AddedToken(content, content in special, normalized=content not in special)
+            listed[_id(index)] = AddedToken(content, content in special, normalized=content not in special)
     listed = {index: token for index, token in listed.items() if token.content}
     return TokenizerFiles(settings, named, listed, extra, later, lists_all)
 
 
-def _read_names(settings: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str | AddedToken | None]:
+def _read_names(settings: JsonObject, special_map: JsonObject) -> dict[str, str | AddedToken | None]:
     """Special tokens by name, of tokenizer_config.json and special_tokens_map.json."""
     # Of names that transformers does not know, those of tokenizer_config.json stay.
     unknown = {name: value for name, value in settings.items() if name not in NAMES and isinstance(value, str)}
@@ -108,12 +109,12 @@ def _read_names(settings: dict[str, Any], special_map: dict[str, Any]) -> dict[s
     return named
 
 
-def _given_extra(settings: dict[str, Any]) -> Any:
+def _given_extra(settings: JsonObject) -> Json:
     return next((settings[key] for key in EXTRA_LISTS if settings.get(key)), [])
 
 
 def _read_extra(
-    settings: dict[str, Any], special_map: dict[str, Any]
+    settings: JsonObject, special_map: JsonObject
 ) -> tuple[tuple[str | AddedToken, ...], tuple[str | AddedToken, ...]]:
     """`extra` and `later` of TokenizerFiles."""
     lists = (_given_extra(settings), *(special_map.get(key) for key in EXTRA_LISTS))
@@ -128,7 +129,10 @@ def read_own_added(folder: Path) -> dict[int, AddedToken]:
         DataError: the file is not such JSON.
     """
     with _name_file(folder, JSON_FILE):
-        return {token["id"]: _token(token) for token in _read(folder, JSON_FILE).get("added_tokens", [])}
+        added = _read(folder, JSON_FILE).get("added_tokens", [])
+        if not isinstance(added, list):
+            raise TypeError(f"{added!r} is no list of tokens")
+        return {_id(_table(token)["id"]): _token(token) for token in added}
 
 
 def find_tokenizers(folder: Path) -> dict[str, Path]:
@@ -147,7 +151,7 @@ def _name_file(folder: Path | None, name: str) -> Iterator[None]:
         raise DataError(f"{path} is not as transformers writes it: {error!r}", fix="correct or remove it") from error
 
 
-def _read(folder: Path | None, name: str) -> dict[str, Any]:
+def _read(folder: Path | None, name: str) -> JsonObject:
     """The JSON object in a file; empty if there is no file."""
     if not folder or not (folder / name).is_file():
         return {}
@@ -160,7 +164,7 @@ def _read(folder: Path | None, name: str) -> dict[str, Any]:
     return values
 
 
-def _special(value: Any) -> str | AddedToken | None:
+def _special(value: Json) -> str | AddedToken | None:
     """A special token as a file gives it: its text, or an object with `content`; None if it gives no text."""
     if isinstance(value, dict):
         return _token(value) if value.get("content") else None
@@ -171,7 +175,20 @@ def _text(token: str | AddedToken) -> str:
     return token if isinstance(token, str) else token.content
 
 
-def _token(value: Mapping[str, Any]) -> AddedToken:
+def _table(value: Json) -> Mapping[str, Json]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is no object")
+    return value
+
+
+def _id(value: Json) -> int:
+    if not isinstance(value, int | float | str):
+        raise TypeError(f"{value!r} is no id of a token")
+    return int(value)
+
+
+def _token(token: Json) -> AddedToken:
+    value = _table(token)
     special = bool(value.get("special"))
     flags = {key: bool(value.get(key)) for key in ("lstrip", "rstrip", "single_word")}
     if not isinstance(value["content"], str):

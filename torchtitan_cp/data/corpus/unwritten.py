@@ -4,9 +4,10 @@ Each piece of a conversation gets a mark of its own, and the template writes the
 pieces that it has. Words are not looked for: those of a short piece are found somewhere in most texts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.data.corpus.records import BadRecordError
 
 # As transformers names them; it gives a template all that it reads.
@@ -14,8 +15,9 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 CALL_FIELDS = ("tool_calls", "function_call")
 THOUGHT_END = "</think>"  # of reasoning at the beginning of a content
 
-Messages = Sequence[Mapping[str, Any]]
-Render = Callable[[Messages, Any], str]
+Messages = Sequence[Mapping[str, Json]]
+Render = Callable[[Messages, Json], str]
+Steps = tuple[str | int, ...]  # keys and indices that lead into nested values
 
 
 class Piece(NamedTuple):
@@ -31,12 +33,12 @@ class Piece(NamedTuple):
 
     kind: str
     message: int
-    paths: list[tuple[Any, ...]]
+    paths: list[Steps]
     shown: str
     end: str = ""
 
 
-def check_is_written(messages: Messages, tools: Any, learned: Sequence[int], render: Render) -> None:
+def check_is_written(messages: Messages, tools: Json, learned: Sequence[int], render: Render) -> None:
     """Refuse a conversation of which the template does not write a piece.
 
     Templates drop the reasoning of turns before the last question, as they do when a model answers. They may, in turns
@@ -66,7 +68,7 @@ def check_is_written(messages: Messages, tools: Any, learned: Sequence[int], ren
             raise BadRecordError(f"{piece.kind} that the template {verb}", f"{owner}{piece.shown!r:.80}")
 
 
-def _changes_text(piece: Piece, messages: Messages, tools: Any, render: Render) -> bool:
+def _changes_text(piece: Piece, messages: Messages, tools: Json, render: Render) -> bool:
     """Whether another piece gives another text. A template that refuses it reads it."""
     mark = [(piece, "\ue000\ue001")]
     try:
@@ -76,27 +78,31 @@ def _changes_text(piece: Piece, messages: Messages, tools: Any, render: Render) 
         return True
 
 
-def _marked(messages: Messages, tools: Any, marks: Any, *, before: bool = False) -> tuple[Messages, Any]:
+def _marked(
+    messages: Messages, tools: Json, marks: Iterable[tuple[Piece, str]], *, before: bool = False
+) -> tuple[Messages, Json]:
     """A copy of messages and tools in which pieces have marks: (piece, mark) for each."""
-    row = _copy([messages, tools])
+    row: Any = _copy([messages, tools])  # nested, and changed in place
     for piece, mark in marks:
         for *parents, key in piece.paths:
-            place: Any = row
+            place = row
             for step in parents:
                 place = place[step]
-            head, end, tail = place[key].partition(piece.end) if piece.end else (place[key], "", "")
-            marked = _with_mark(head, mark, before)
-            place[key] = marked + end + tail if piece.end else marked
+            if piece.end:
+                head, end, tail = place[key].partition(piece.end)
+                place[key] = f"{_with_mark(head, mark, before)}{end}{tail}"
+            else:
+                place[key] = _with_mark(place[key], mark, before)
     return row[0], row[1]
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Json) -> Json:
     if isinstance(value, dict):
         return {name: _copy(entry) for name, entry in value.items()}
     return [_copy(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _with_mark(value: Any, mark: str, before: bool) -> Any:
+def _with_mark(value: Json, mark: str, before: bool) -> Json:
     """A value in which every text and number has the mark."""
     if isinstance(value, dict):
         return {name: _with_mark(entry, mark, before) for name, entry in value.items()}
@@ -105,42 +111,43 @@ def _with_mark(value: Any, mark: str, before: bool) -> Any:
     return value if value is None else f"{mark}{value}" if before else f"{value}{mark}"
 
 
-def _pieces(messages: Messages, tools: Any) -> Iterator[Piece]:
+def _pieces(messages: Messages, tools: Json) -> Iterator[Piece]:
     """The pieces that say something, in order."""
-    for index, tool in enumerate(tools or []):
+    for index, tool in enumerate(tools if isinstance(tools, list) else []):
         path, body = _function((1, index), tool)
         for name in [name for name in ("name", "description") if _says_something(body.get(name))][:1]:
             yield Piece("tools", -1, [(*path, name)], str(body[name]))
     for index, message in enumerate(messages):
         for path, text in _places((0, index, "content"), message.get("content")):
             text_path, text = ((*path, "text"), text["text"]) if isinstance(text, dict) else (path, text)
-            thought, end, words = (text or "").rpartition(THOUGHT_END)
+            thought, end, words = str(text or "").rpartition(THOUGHT_END)
             if _says_something(words):
                 yield Piece("content", index, [text_path], _last_word(words))
             if message["role"] == "assistant" and _says_something(thought.replace("<think>", "")):
                 yield Piece("reasoning", index, [text_path], _last_word(thought), end)
-        fields = [(0, index, name) for name in REASONING_FIELDS if _says_something(message.get(name))]
-        if fields:
-            yield Piece("reasoning", index, fields, _last_word(message[fields[0][-1]]))
+        names = [name for name in REASONING_FIELDS if _says_something(message.get(name))]
+        if names:
+            yield Piece("reasoning", index, [(0, index, name) for name in names], _last_word(message[names[0]]))
         for name in CALL_FIELDS:
             for path, call in _places((0, index, name), message.get(name) or []):
                 yield from _call_pieces(index, path, call)
 
 
-def _places(path: tuple[Any, ...], value: Any) -> list[tuple[tuple[Any, ...], Any]]:
+def _places(path: Steps, value: Json) -> list[tuple[Steps, Json]]:
     """Each entry of a list with its path, or the value itself."""
     return (
         [((*path, number), entry) for number, entry in enumerate(value)] if isinstance(value, list) else [(path, value)]
     )
 
 
-def _call_pieces(index: int, path: tuple[Any, ...], call: Any) -> Iterator[Piece]:
+def _call_pieces(index: int, path: Steps, call: Json) -> Iterator[Piece]:
     """The name of a function that is called, and its arguments."""
     body_path, body = _function(path, call)
     name, shown = body.get("name"), str(body.get("name") or call)
     if _says_something(name):
         # Some templates write the id instead, which then holds the name.
-        ids = [(*path, "id")] if str(name) in str(call.get("id")) else []
+        has_id = isinstance(call, dict) and str(name) in str(call.get("id"))
+        ids = [(*path, "id")] if has_id else []
         yield Piece("tool call", index, [(*body_path, "name"), *ids], shown)
     if _says_something(body.get("arguments")):
         yield Piece("tool call", index, [(*body_path, "arguments")], shown)
@@ -148,7 +155,7 @@ def _call_pieces(index: int, path: tuple[Any, ...], call: Any) -> Iterator[Piece
         yield Piece("tool call", index, [path], shown)
 
 
-def _function(path: tuple[Any, ...], value: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def _function(path: Steps, value: Json) -> tuple[Steps, Mapping[str, Json]]:
     """Path and value of the function in a tool or a call, which may be the function itself."""
     inner = value.get("function") if isinstance(value, dict) else None
     if isinstance(inner, dict):
@@ -156,12 +163,12 @@ def _function(path: tuple[Any, ...], value: Any) -> tuple[tuple[Any, ...], Mappi
     return path, value if isinstance(value, dict) else {}
 
 
-def _says_something(value: Any) -> bool:
+def _says_something(value: Json) -> bool:
     """Whether a nested value has a number or a text that is not blank."""
     if isinstance(value, dict | list):
         return any(map(_says_something, value.values() if isinstance(value, dict) else value))
     return value is not None and bool(str(value).strip())
 
 
-def _last_word(text: Any) -> str:
+def _last_word(text: Json) -> str:
     return str(text).rsplit(maxsplit=1)[-1]

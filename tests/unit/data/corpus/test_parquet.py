@@ -110,7 +110,7 @@ def test_conversations_are_the_rows_that_were_written(tmp_path: Path, seed: int)
     documents = list(read_rows(parquet_data(tmp_path, **keys), skipped))
     assert not skipped.counts
     wanted = kinds.keys() - {"id"}
-    assert [document.content for document in documents] == [{name: row[name] for name in wanted} for row in table]
+    assert [document.row for document in documents] == [{name: row[name] for name in wanted} for row in table]
     assert [document.group for document in documents] == [row.get("group") for row in table]
 
 
@@ -158,7 +158,7 @@ def test_more_text_than_a_nested_column_of_pyarrow_can_hold_is_read(
             writer.write_table(pa.concat_tables([some] * (row_group_rows // 10)), row_group_size=row_group_rows)
     skipped = SkippedRecords()
     documents = read_rows(parquet_data(tmp_path, messages_field="messages"), skipped)
-    assert [len(document.content["messages"][1]["content"]) for document in documents] == [9_000_000] * 260
+    assert [len(document.row["messages"][1]["content"]) for document in documents] == [9_000_000] * 260
     assert not skipped.counts
 
 
@@ -192,7 +192,7 @@ def test_batches_that_pyarrow_refuses_are_read_row_by_row(tmp_path: Path, monkey
 
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", refuse)
     documents = read_rows(parquet_data(tmp_path, messages_field="messages"))
-    assert [document.content["messages"][0]["content"] for document in documents] == [*map(str, range(30))]
+    assert [document.row["messages"][0]["content"] for document in documents] == [*map(str, range(30))]
     assert len(refused) == 1
 
 
