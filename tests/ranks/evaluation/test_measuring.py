@@ -267,7 +267,7 @@ def test_a_gate_opens_on_passkeys_and_the_short_length_and_all_that_was_found_is
     assert abs(last["short_loss_rise"]) < 0.2
     assert last["retrieval"]["passkey"]["lengths"] == [64, 128]
     accuracy = last["retrieval"]["passkey"]["accuracy"]
-    assert np.shape(accuracy) == (3, 2)
+    assert np.shape(accuracy) == (5, 2)
     assert last["passkey_accuracy"] == pytest.approx(np.mean(accuracy, 0)[1])
     assert last["position_starts"] == [0, 16, 32, 64, 128, 256]
     assert last["context_gain"] is not None

@@ -1,5 +1,7 @@
 """Exchanges on simulated ranks, as many as one likes: against the whole sequence, and byte by byte against the plan."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,8 +10,9 @@ from hypothesis import strategies as st
 from benchmarks.simulation import simulate
 from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks, draw_inputs
 from tests.support.plan_cases import cases
-from torchtitan_cp.attention import AttentionMask
-from torchtitan_cp.attention.strategies import STRATEGIES, choose_strategy, log_choice
+from torchtitan_cp.attention import AttentionMask, make_plan, strategies
+from torchtitan_cp.attention.operator import with_exchange
+from torchtitan_cp.attention.strategies import STRATEGIES, choose_strategy, log_choice, ranks_trading_heads
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -86,6 +89,31 @@ def test_auto_trades_heads_where_that_carries_less_than_half_of_the_ring_and_no_
     causal, window = (AttentionMask(window=(left, -1)).band for left in (-1, 9))
     cases = [(8, 8, 8, causal), (16, 8, 8, causal), (8, 8, 8, window), (8, 8, 1, causal)]
     assert [choose_strategy(*case) for case in cases] == ["all_to_all", "ring", "ring", "ring"]
+
+
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_a_plan_of_ranks_that_trade_with_nobody_names_the_ring(strategy: str) -> None:
+    assert make_plan(64, strategy=strategy).strategy == "ring"
+    if strategy == "hybrid":
+        assert make_plan(64, ranks=4, strategy=strategy).strategy == "ring"
+        assert make_plan(64, ranks=4, strategy=strategy, all_to_all_ranks=2).strategy == "hybrid"
+
+
+def test_an_attention_decides_only_where_its_plan_says_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = list[tuple[int, int]]()
+
+    def choose(query_heads: int, key_heads: int, *_: Any) -> str:
+        decided.append((query_heads, key_heads))
+        return "all_to_all"
+
+    monkeypatch.setattr(strategies, "choose_strategy", choose)
+    named = {name: make_plan(64, ranks=4, strategy=name) for name in ("ring", "all_gather", "all_to_all")}
+    assert [ranks_trading_heads(plan, 8, 8) for plan in named.values()] == [1, 1, 4]
+    assert all(with_exchange(plan, plan.all_to_all_ranks) is plan for plan in named.values())
+    assert not decided
+    auto = make_plan(64, ranks=4)
+    assert with_exchange(auto, ranks_trading_heads(auto, 8, 8)) == named["all_to_all"]
+    assert decided == [(8, 8)]
 
 
 def test_the_log_names_a_window_by_its_keys_as_the_config_does(caplog: pytest.LogCaptureFixture) -> None:

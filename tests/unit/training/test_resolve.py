@@ -38,6 +38,34 @@ def test_a_run_has_the_degrees_of_each_stage_and_the_sizes_of_its_model(tmp_path
 @pytest.mark.parametrize(
     ("overrides", "ranks", "wanted"),
     [
+        (("--parallel.cp=8",), 8, {0: "all_to_all", 20: "ring"}),
+        (("--parallel.cp=8", "--parallel.tp=2"), 16, {0: "ring", 20: "ring"}),  # 4 heads of each kind are left
+        (("--parallel.cp=8", "--context_parallel.kv_transfer=float8"), 8, {0: "ring", 20: "ring"}),
+        (("--parallel.cp=8", "--context_parallel.strategy=hybrid"), 8, {0: "hybrid", 20: "hybrid"}),
+        (("--parallel.cp=1", "--context_parallel.strategy=hybrid"), 8, {0: "ring", 20: "ring"}),
+        (
+            ("--curriculum.stages[0].cp=8", "--curriculum.stages[0].strategy=all_gather"),
+            8,
+            {0: "all_gather", 20: "all_gather"},
+        ),
+    ],
+)
+def test_a_stage_has_the_exchange_of_the_layers_with_each_window(
+    tmp_path: Path, overrides: tuple[str, ...], ranks: int, wanted: dict[int, str]
+) -> None:
+    heads = ("--model.overrides.n_heads=8", "--model.overrides.n_kv_heads=8", "--model.overrides.windows=[20, 0]")
+    [stage] = resolve(write_run(tmp_path), ranks, *heads, f"{BATCH}=4096", *overrides).stages
+    assert stage.strategies == wanted
+
+
+def test_windows_without_a_layer_that_sees_all_have_an_exchange_for_none(tmp_path: Path) -> None:
+    run = resolve(write_run(tmp_path), 2, "--model.overrides.windows=[20]", "--parallel.cp=2")
+    assert run.stages[0].strategies == {0: "ring", 20: "ring"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "wanted"),
+    [
         ((), 4, "3 does not divide them"),
         (
             ("--model.overrides.n_layers=2",),

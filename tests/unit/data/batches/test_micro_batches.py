@@ -82,3 +82,9 @@ def test_layers_whose_window_hides_nothing_have_the_plan_of_those_without_one() 
     assert plans[SEQ_LEN] is plans[2 * SEQ_LEN] is plans[0]
     assert plans[8].mask.window == (7, -1)
     assert plans[SEQ_LEN - 1].mask.window == (SEQ_LEN - 2, -1)
+
+
+def test_layers_have_plans_with_the_exchange_of_their_window() -> None:
+    plans = replace(batch_layout_of(cp=2), strategies={0: "all_to_all", 8: "ring"}).plans()
+    assert {window: plan.strategy for window, plan in plans.items()} == {0: "all_to_all", 8: "ring"}
+    assert plans[8].layout is plans[0].layout
