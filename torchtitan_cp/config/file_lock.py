@@ -4,10 +4,10 @@ import fcntl
 import time
 from collections.abc import Callable
 from itertools import count
-from typing import IO, Any
+from typing import IO
 
 
-def lock_file(file: IO[Any], poll_seconds: float, while_locked: Callable[[int], object]) -> None:
+def lock_file(file: IO[bytes] | IO[str], poll_seconds: float, while_locked: Callable[[int], object]) -> None:
     """Lock an open file for this process. While another process has locked it, wait.
 
     Args:

@@ -5,13 +5,18 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torchtitan_cp.config.errors import ConfigError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
 
 def key(
-    default: Any,
+    default: T,
     *,
     choices: tuple[str, ...] = (),
     least: float | None = None,
@@ -19,7 +24,7 @@ def key(
     below: float | None = None,
     excluded: int | None = None,
     read_by: tuple[str, ...] = (),
-) -> Any:
+) -> T:
     """A key with the values it takes. The bounds of a list or table hold for each entry; every number is finite.
 
     Args:
@@ -31,7 +36,7 @@ def key(
     bounds = {"least": least, "most": most, "below": below, "excluded": excluded}
     metadata = {"choices": choices, "read_by": read_by, **bounds}
     if isinstance(default, dict):
-        return field(default_factory=dict, metadata=metadata)
+        return cast(T, field(default_factory=dict, metadata=metadata))
     return field(default=default, metadata=metadata)
 
 
@@ -44,7 +49,7 @@ BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str, str]] = {
 }
 
 
-def check_range(value: Any, metadata: Mapping[str, Any], where: str) -> None:
+def check_range(value: object, metadata: Mapping[str, Any], where: str) -> None:
     """Refuse a value of the file outside the choices or bounds of its key.
 
     Args:
@@ -64,7 +69,7 @@ def check_range(value: Any, metadata: Mapping[str, Any], where: str) -> None:
                 raise ConfigError(f"{where} = {entry!r} {wrong}", fix=fix.format(bound))
 
 
-def check_read_keys(section: Any, selector: str, where: str) -> None:
+def check_read_keys(section: "DataclassInstance", selector: str, where: str) -> None:
     """Refuse a key that the chosen kind would silently ignore.
 
     Args:

@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import tomli
 import tomli_w
@@ -20,9 +20,13 @@ from torchtitan_cp.config.retired import read_retired_keys
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.sections import Config
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Section = TypeVar("Section")
 OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:[.\[][\w.\[\]-]*)?)=(.*)", re.DOTALL)
 # For each type of a key: what the value must be, and how to write one.
-TOML_TYPES = {
+TOML_TYPES: dict[object, tuple[str, str]] = {
     int: ("an integer", "write digits alone, e.g. 8"),
     float: ("a number", "write it without quotes, e.g. 0.5"),
     bool: ("true or false", "write true or false, without quotes"),
@@ -49,7 +53,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         apply_override(table, override)
     read_retired_keys(table, str(path))
-    config: Config = build(Config, table, where="", file=str(path))
+    config = build(Config, table, where="", file=str(path))
     if named and not _keys_that_name_a_model(table):
         raise ConfigError(
             f"{path}: after the overrides nothing says which model is meant; the file has model.{named[0]}",
@@ -61,13 +65,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config.with_keys(job={"dump_folder": dump_folder})
 
 
-def _keys_that_name_a_model(table: dict[str, Any]) -> list[str]:
+def _keys_that_name_a_model(table: dict[str, object]) -> list[str]:
     """Which keys of [model] say what the model is. Without any it is the debug flavor."""
     model = table.get("model")
     return [key for key in ("hub_checkpoint", "config", "flavor") if isinstance(model, dict) and model.get(key)]
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, object]:
     """The file as plain tables; errors name the file and the line."""
     try:
         return tomli.loads(path.read_text(encoding="utf-8-sig"))
@@ -88,48 +92,62 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}", fix="give a smaller number, or nest lists less deeply") from None
 
 
-def apply_override(table: dict[str, Any], override: str) -> None:
+def apply_override(table: dict[str, object], override: str) -> None:
     """Put one `--section.key=value` into the tables, in place."""
     match = OVERRIDE.fullmatch(override)
     if not match:
         raise ConfigError(f"cannot read the argument {override!r}", fix="write --section.key=value")
     check_utf8(match[2], f"--{match[1]}")
     *parents, last = re.findall(r"[^.\[\]]+", match[1])
-    node: Any = table
+    node: object = table
     for step in parents:
-        node = node.setdefault(step, {}) if isinstance(node, dict) else node[_index(node, step, override)]
+        if isinstance(node, dict):
+            node = node.setdefault(step, {})
+        else:
+            entries, index = _entry(node, step, override)
+            node = entries[index]
     try:
         value = tomli.loads(f"value = {match[2]}")["value"]
     except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond Python's limits
         value = match[2]
-    node[last if isinstance(node, dict) else _index(node, last, override)] = value
+    if isinstance(node, dict):
+        node[last] = value
+    else:
+        entries, index = _entry(node, last, override)
+        entries[index] = value
 
 
-def _index(node: Any, step: str, override: str) -> int:
+def _entry(node: object, step: str, override: str) -> tuple[list[object], int]:
+    """A list, and the index of one of its entries."""
     if isinstance(node, list) and step.isdigit() and int(step) < len(node):
-        return int(step)
+        return node, int(step)
     size = f"a list of {len(node)}" if isinstance(node, list) else f"the value {node!r}"
     raise ConfigError(f"{override}: [{step}] does not exist in {size}", fix="count from 0")
 
 
-def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
-    """Convert a value of the TOML to `kind`, a section or the type of a key.
+def build(kind: type[Section], table: object, *, where: str, file: str) -> Section:
+    """A section, or another dataclass, from its table.
 
     Raises:
         ConfigError: naming `file` and the dotted key `where`.
     """
-    if dataclasses.is_dataclass(kind):
+    return cast(Section, _convert(kind, table, where=where, file=file))
+
+
+def _convert(kind: object, value: object, *, where: str, file: str) -> object:
+    """A value of the TOML as `kind`, a section or the type of a key."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _build_section(kind, value, where=where, file=file)
     origin, items = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
-        return build(items[0], value, where=where, file=file)
+        return _convert(items[0], value, where=where, file=file)
     if origin is tuple:
         if not isinstance(value, list):
             fix = f"write it as [[{where}]] tables" if dataclasses.is_dataclass(items[0]) else "write it in brackets"
             raise ConfigError(f"{file}: {where} must be a list, got {value!r}", fix=fix)
-        return tuple(build(items[0], entry, where=f"{where}[{i}]", file=file) for i, entry in enumerate(value))
-    if origin is dict and isinstance(value, dict) and items[1] is not Any:
-        return {name: build(items[1], entry, where=f"{where}.{name}", file=file) for name, entry in value.items()}
+        return tuple(_convert(items[0], entry, where=f"{where}[{i}]", file=file) for i, entry in enumerate(value))
+    if origin is dict and isinstance(value, dict) and items[1] not in (Any, object):
+        return {name: _convert(items[1], entry, where=f"{where}.{name}", file=file) for name, entry in value.items()}
     plain = origin or kind
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{file}: {where} is beyond TOML's integers of 64 bits", fix="give a smaller number")
@@ -145,7 +163,7 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
     return value
 
 
-def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
+def _build_section(kind: "type[DataclassInstance]", table: object, *, where: str, file: str) -> object:
     if not isinstance(table, dict):
         raise ConfigError(f"{file}: {where} must be a table, got {table!r}", fix=f"write [{where}] and its keys below")
     hints, fields = typing.get_type_hints(kind), {entry.name: entry for entry in dataclasses.fields(kind)}
@@ -156,7 +174,7 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
             near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
             known = f"did you mean {near[0]}?" if near else "known here: " + ", ".join(sorted(fields))
             raise ConfigError(f"{file}: unknown {'key' if where else 'section'} {dotted}", fix=known)
-        values[name] = build(hints[name], value, where=dotted, file=file)
+        values[name] = _convert(hints[name], value, where=dotted, file=file)
         check_range(values[name], fields[name].metadata, f"{file}: {dotted}")
     section = kind(**values)
     if kind is Rope:

@@ -7,10 +7,13 @@ import re
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan_cp.config.data import Data, DataSource, SourceKeys
 from torchtitan_cp.config.sections import Config, Curriculum, Stage
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 # What most people set, in the order in which they come to it. `--help` and docs/config.md begin with these.
 FIRST = (
@@ -58,20 +61,20 @@ def section_name(header: str) -> str:
     return re.sub(r"\].*", "", header).lstrip("[")
 
 
-def help_texts(section: Any) -> dict[str, str]:
+def help_texts(section: type) -> dict[str, str]:
     """The help text of each key, from the `Attributes:` of the section and the classes it extends."""
     docs = (inspect.cleandoc(base.__doc__ or "") for base in reversed(section.__mro__))
     entries = (entry for doc in docs for entry in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc, re.MULTILINE))
     return {name: " ".join(text.split()) for name, text in entries}
 
 
-def _keys(section: Any, prefix: str = "") -> Iterator[Key]:
+def _keys(section: "type[DataclassInstance]", prefix: str = "") -> Iterator[Key]:
     texts, hints = help_texts(section), typing.get_type_hints(section)
     for entry in dataclasses.fields(section):
         kind = hints[entry.name]
         optional = typing.get_origin(kind) is types.UnionType
         kind = typing.get_args(kind)[0] if optional else kind
-        if dataclasses.is_dataclass(kind):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             yield from _keys(kind, f"{prefix}{entry.name}.")
             continue
         choices = entry.metadata.get("choices")

@@ -6,7 +6,7 @@ out if it had its default.
 
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan_cp.config.errors import ConfigError
 
@@ -21,7 +21,7 @@ class Gone(NamedTuple):
         fix: what to do about another value.
     """
 
-    harmless: tuple[Any, ...]
+    harmless: tuple[object, ...]
     fix: str
 
 
@@ -53,7 +53,7 @@ GONE = {
 RENAMED_VALUES = {"health.on_spike": {"trip": "handle"}}
 
 
-def read_retired_keys(table: dict[str, Any], file: str) -> None:
+def read_retired_keys(table: dict[str, object], file: str) -> None:
     """Take the keys that are gone out of the tables, and give renamed values their new names, in place.
 
     Raises:
@@ -66,15 +66,16 @@ def read_retired_keys(table: dict[str, Any], file: str) -> None:
             del owner[name]
     for dotted, values in RENAMED_VALUES.items():
         for owner, name in _owners(table, dotted):
-            if isinstance(owner[name], str) and owner[name] in values:
-                logger.info("%s: %s = %r is now called %r", file, dotted, owner[name], values[owner[name]])
-                owner[name] = values[owner[name]]
+            value = owner[name]
+            if isinstance(value, str) and value in values:
+                logger.info("%s: %s = %r is now called %r", file, dotted, value, values[value])
+                owner[name] = values[value]
 
 
-def _owners(table: dict[str, Any], dotted: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _owners(table: dict[str, object], dotted: str) -> Iterator[tuple[dict[str, object], str]]:
     """Each table that has this key, and the key's name in it; [[lists]] of tables count by their dotted name."""
     *parents, name = dotted.split(".")
-    owners: list[Any] = [table]
+    owners: list[object] = [table]
     for parent in parents:
         found = [owner.get(parent) for owner in owners if isinstance(owner, dict)]
         owners = [entry for value in found for entry in (value if isinstance(value, list) else [value])]

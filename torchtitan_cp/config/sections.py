@@ -6,8 +6,8 @@ goes on around the steps (run.py) have files of their own.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torchtitan_cp.config import names
 from torchtitan_cp.config.data import Data, StageData
@@ -44,7 +44,7 @@ class Model:
 
     architecture: str = "llama"
     flavor: str = ""
-    overrides: dict[str, Any] = key({})  # noqa: RUF009
+    overrides: dict[str, object] = key({})  # noqa: RUF009
     hub_checkpoint: str = ""
     load_weights: bool = True
     config: str = ""
@@ -166,6 +166,6 @@ class Config:
         """
         return self.training.reduce_dtype == "float32" and not self.parallel.fsdp_cpu_offload
 
-    def with_keys(self, **sections: dict[str, Any]) -> "Config":
+    def with_keys(self, **sections: Mapping[str, object]) -> "Config":
         """This config with other values of some keys, by section and key."""
         return replace(self, **{name: replace(getattr(self, name), **keys) for name, keys in sections.items()})

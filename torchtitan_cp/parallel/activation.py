@@ -4,27 +4,33 @@ The functions here wrap forwards, not modules, so that parameters keep their nam
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from torchtitan_cp.attention import OPERATORS
 from torchtitan_cp.parallel.offload import HostMemory, restore, storage_of
 
-Forward = Callable[..., Any]
+P = ParamSpec("P")
+Result = TypeVar("Result")
+Operator = Callable[..., object]  # of torch
+Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
 # Operators whose outputs cost more to compute than to keep; what lies between them is recomputed.
 PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_grouped_mm")}
 
 
-def checkpointed(forward: Forward, kind: str, host: HostMemory | None, *, compiled: bool) -> Forward:
+def checkpointed(
+    forward: Callable[P, Result], kind: str, host: HostMemory | None, *, compiled: bool
+) -> Callable[P, Result]:
     """A block's forward that saves its input, and runs again in backward.
 
     Args:
@@ -41,18 +47,19 @@ def checkpointed(forward: Forward, kind: str, host: HostMemory | None, *, compil
     return recomputed(forward, partial(_saving_contexts, partial(_is_kept, kind), host))
 
 
-def recomputed(forward: Forward, contexts: Callable[[], Any] | None = None) -> Forward:
+def recomputed(forward: Callable[P, Result], contexts: Contexts = noop_context_fn) -> Callable[P, Result]:
     """A forward that saves its inputs and what `contexts` selects (default: nothing), and runs again in backward."""
-    options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
 
-    def run(*inputs: Any, **named: Any) -> Any:
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options, **named)
+    def run(*inputs: P.args, **named: P.kwargs) -> Result:
+        options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts, **named}
+        result: Result = checkpoint(forward, *inputs, **options)  # type: ignore[arg-type]
+        return result
 
     return run
 
 
 def _saving_contexts(
-    is_kept: Callable[[Any], bool], host: HostMemory | None
+    is_kept: Callable[[Operator], bool], host: HostMemory | None
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """For `checkpoint(context_fn=...)`: keep the outputs of some operators, and do not compute them again.
 
@@ -60,10 +67,10 @@ def _saving_contexts(
     torch's own contexts keep the written values, or fail; here a copy is kept. A write to what another operator saved
     for its backward goes unnoticed, as under `full`.
     """
-    outputs = deque[tuple[Any, Any]]()
+    outputs = deque[tuple[Operator, object]]()
     by_storage: dict[int, list[_KeptOutput]] = {}
 
-    def save(function: Any, *args: Any, **named: Any) -> Any:
+    def save(function: Operator, *args: object, **named: object) -> object:
         if _is_mutable(function):
             for tensor in _written_tensors(function, args, named):
                 for kept in by_storage.pop(storage_of(tensor)._cdata, ()):
@@ -78,7 +85,7 @@ def _saving_contexts(
         by_storage.setdefault(storage_of(tensor)._cdata, []).append(kept)
         return kept
 
-    def reuse(function: Any, *args: Any, **named: Any) -> Any:
+    def reuse(function: Operator, *args: object, **named: object) -> object:
         if not is_kept(function):
             return function(*args, **named)
         producer, kept = outputs.popleft() if outputs else (None, None)
@@ -116,14 +123,15 @@ class _KeptOutput:
 
 
 @cache  # called for every operator of every step, and slow
-def _is_mutable(function: Any) -> bool:
+def _is_mutable(function: Operator) -> bool:
     """Whether an operator writes to any of its arguments."""
-    return hasattr(function, "_schema") and function._schema.is_mutable
+    schema = getattr(function, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
-def _written_tensors(function: Any, args: Any, named: Any) -> list[Tensor]:
-    """The tensors that an operator writes to."""
-    arguments = function._schema.arguments
+def _written_tensors(function: Operator, args: Sequence[object], named: dict[str, object]) -> list[Tensor]:
+    """The tensors that a mutable operator writes to."""
+    arguments = function._schema.arguments  # type: ignore[attr-defined]
     values = dict(zip((argument.name for argument in arguments), args, strict=False)) | named
     written = [values.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
     return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
@@ -132,7 +140,7 @@ def _written_tensors(function: Any, args: Any, named: Any) -> list[Tensor]:
 class _Intercept(TorchDispatchMode):
     """Calls a function in place of each operator."""
 
-    def __init__(self, handle: Callable[..., Any]) -> None:
+    def __init__(self, handle: Callable[..., object]) -> None:
         super().__init__()
         self.handle = handle
 
@@ -146,7 +154,13 @@ class _Intercept(TorchDispatchMode):
         """Return False: torch's default wrapper would double the cost of each call."""
         return False
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: Operator,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         return self.handle(function, *args, **(kwargs or {}))
 
 
@@ -156,7 +170,7 @@ class Tiles:
     running = False
 
 
-def _is_kept(kind: str, operator: Any) -> bool:
+def _is_kept(kind: str, operator: Operator) -> bool:
     return operator in OPERATORS or (kind == "selective" and operator in PRODUCTS and not Tiles.running)
 
 

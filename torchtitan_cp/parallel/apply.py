@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.contract import LanguageModel
 from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.parallel.activation import checkpointed, tiled
 from torchtitan_cp.parallel.experts import shard_experts
@@ -27,7 +28,7 @@ from torchtitan_cp.parallel.tensor import apply_tensor_parallel, enable_async_tp
 logger = logging.getLogger(__name__)
 
 
-def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], config: Config) -> None:
+def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], config: Config) -> None:
     """Prepare a model on the meta device to train, in place.
 
     Args:

@@ -1,7 +1,7 @@
 """Matrix products of the blocks' linear layers in float8, by torchao; weights and gradients keep their dtypes."""
 
 import logging
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ def convert_linears(model: nn.Module, recipe: str, device_type: str) -> None:
     float8 = check_float8(recipe, device_type)
     settings = float8.Float8LinearConfig.from_recipe_name(recipe)
     # Not routers, whose choices turn on small differences, nor subclasses, whose own forward would be lost.
-    modules: Any = model.layers.named_modules()  # type: ignore[union-attr]
+    modules = model.get_submodule("layers").named_modules()
     linears = [layer for name, layer in modules if type(layer) is nn.Linear and ".router." not in f"{name}."]
     fitting = [linear for linear in linears if not (linear.in_features % DIVISOR or linear.out_features % DIVISOR)]
     if not fitting:
@@ -40,7 +40,7 @@ def convert_linears(model: nn.Module, recipe: str, device_type: str) -> None:
     logger.info("float8, %s: %d of %d linear layers of the blocks", recipe, len(fitting), len(linears))
 
 
-def check_float8(recipe: str, device_type: str) -> Any:
+def check_float8(recipe: str, device_type: str) -> ModuleType:
     """Return torchao's float8, for a device that can use it.
 
     Raises:

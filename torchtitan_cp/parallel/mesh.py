@@ -2,7 +2,7 @@
 
 import math
 from functools import cache, cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,14 +101,15 @@ class Meshes:
         return self._make_mesh(ranks, "others", *axes)[tuple(axes)]
 
     def _make_mesh(self, ranks: Tensor, *axes: str) -> DeviceMesh:
-        backends: Any = tuple(
+        backends = tuple(
             _own_group() if axis in OWN_GROUPS and size > 1 else (None, None)
             for axis, size in zip(axes, ranks.shape, strict=True)
         )
         mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=axes, backend_override=backends)
         if dist.get_backend() != "fake":  # a dry run's groups never wait
             # torch gives them a timeout of its own, of 10 minutes under NCCL.
-            default: Any = dist.group.WORLD
+            default = dist.group.WORLD
+            assert default
             timeout = default._get_backend(torch.device(self.device_type)).options._timeout
             for group in mesh.get_all_groups():
                 _set_pg_timeout(timeout, group)
@@ -127,5 +128,7 @@ def _own_group() -> tuple[str, Any]:
     NCCL's blocks take whole multiprocessors. At the same priority as the computation they would get them only once the
     last block of an attention kernel has begun, and messages would travel after the computation, not beside it.
     """
-    backend, torch_c10d = dist.get_backend(), cast(Any, distributed_c10d)
-    return backend, torch_c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
+    backend = dist.get_backend()
+    if backend != "nccl":
+        return backend, None
+    return backend, distributed_c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -6,9 +6,9 @@ saved_tensors_hooks of torch.autograd.graph; activation offloading in torchtune.
 """
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_cp.attention.local_shard import local_tensor
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 MIN_BYTES = 1 << 20
 
@@ -71,7 +74,7 @@ class HostMemory:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.last: weakref.ref[OffloadedTensor] | None = None
 
-    def copy_stream(self, source: Tensor | None = None) -> Any:
+    def copy_stream(self, source: Tensor | None = None) -> AbstractContextManager[object]:
         """A context for copies beside the computation. They start after `source` is computed, and keep its memory."""
         if self.stream is None:
             return nullcontext()  # torch.cuda.stream(None) needs CUDA
@@ -87,7 +90,7 @@ class HostMemory:
             current.wait_stream(self.stream)
             local_tensor(tensor).record_stream(current)
 
-    def offload(self, tensor: Tensor) -> Any:
+    def offload(self, tensor: Tensor) -> Tensor | OffloadedTensor:
         """An OffloadedTensor in place of the tensor, or the tensor itself if it is small."""
         if tensor.nbytes < self.min_bytes:
             return tensor
@@ -95,18 +98,18 @@ class HostMemory:
         self.last = weakref.ref(offloaded)
         return offloaded
 
-    def offload_saved(self, forward: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
+    def offload_saved(self, forward: Callable[P, Result], block: nn.Module) -> Callable[P, Result]:
         """The block's forward (hidden `[B, s, E]`, others; or by name), which offloads what autograd saves in it.
 
         The block's gathered weights stay on the device; so do the other inputs, which all blocks share. A tensor that
         several operations save, as parallel linear layers do, is copied once.
         """
 
-        def run(*inputs: Any, **named: Any) -> Any:
+        def run(*inputs: P.args, **named: P.kwargs) -> Result:
             _, *shared_inputs = (x for x in tree_leaves((inputs, named)) if isinstance(x, Tensor))
-            saved: dict[Any, tuple[StorageWeakRef, Any]] = {}
+            saved: dict[Hashable, tuple[StorageWeakRef, Tensor | OffloadedTensor]] = {}
 
-            def pack(tensor: Tensor) -> Any:
+            def pack(tensor: Tensor) -> tuple[Tensor | OffloadedTensor, Tensor, int]:
                 storage = storage_of(tensor)
                 # Looked up each time, as experts with a mesh of their own are gathered only when they run.
                 staying = (storage_of(x)._cdata for x in (*shared_inputs, *block.parameters()))
@@ -116,11 +119,13 @@ class HostMemory:
                 counter.data = counter.new_empty(0)  # but not its memory
                 # While the weak reference exists, no other storage has this number.
                 key = storage._cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
-                if key in saved and not saved[key][0].expired():
-                    saved[key][1].uses += 1
+                reference, held = saved.get(key, (None, None))
+                if isinstance(held, OffloadedTensor) and reference and not reference.expired():
+                    held.uses += 1
                 else:
-                    saved[key] = StorageWeakRef(storage), self.offload(tensor.detach())
-                return saved[key][1], counter, counter._version
+                    held = self.offload(tensor.detach())
+                    saved[key] = StorageWeakRef(storage), held
+                return held, counter, counter._version
 
             with saved_tensors_hooks(pack, _unpack):
                 return forward(*inputs, **named)
@@ -132,7 +137,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return local_tensor(tensor).untyped_storage()
 
 
-def _unpack(saved: tuple[Any, Tensor, int]) -> Tensor:
+def _unpack(saved: tuple[Tensor | OffloadedTensor, Tensor, int]) -> Tensor:
     """The saved tensor, after the check for writes in place that autograd makes without hooks."""
     tensor, counter, version = saved
     if counter._version != version:
@@ -140,6 +145,6 @@ def _unpack(saved: tuple[Any, Tensor, int]) -> Tensor:
     return restore(tensor)
 
 
-def restore(offloaded: Any) -> Any:
+def restore(offloaded: Tensor | OffloadedTensor) -> Tensor:
     """The tensor that `offload` received."""
     return offloaded.restore() if isinstance(offloaded, OffloadedTensor) else offloaded

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -17,28 +16,27 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
-        self.intervals: list[tuple[Any, Any]] = []
+        self.intervals: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.host_seconds = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Time what is launched inside."""
-        started = self._now()
-        yield
-        self.intervals.append((started, self._now()))
-
-    def _now(self) -> Any:
         if not self.on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            started = time.perf_counter()
+            yield
+            self.host_seconds += time.perf_counter() - started
+            return
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        stop.record()
+        self.intervals.append((start, stop))
 
     def take(self) -> float:
         """Seconds of the intervals that ended since the last call; unfinished ones count in the next."""
         intervals, self.intervals = self.intervals, []
-        if not self.on_cuda:
-            return sum(stop - start for start, stop in intervals)
-        seconds = 0.0
+        seconds, self.host_seconds = self.host_seconds, 0.0
         for start, stop in intervals:
             if stop.query():
                 seconds += start.elapsed_time(stop) / 1000

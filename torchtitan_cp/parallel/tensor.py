@@ -6,7 +6,6 @@ Source: Megatron-LM (Shoeybi et al., 2019; Korthikanti et al., 2022), on DTensor
 import fnmatch
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from torch import _inductor as inductor
@@ -23,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan_cp.attention.local_shard import shard_slices
+from torchtitan_cp.config.contract import LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class GatherSequence(ParallelStyle):
     """Gathers a module's first input, `[B, s/tp, E] -> [B, s, E]`, and reduce-scatters its gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (as_sequence(inputs[0], device_mesh).redistribute(placements=[Replicate()]), *inputs[1:])
 
         module.register_forward_pre_hook(gather)
@@ -81,7 +81,7 @@ ROLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: LanguageModel, roles: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Shard every module but `experts` by its role, in place. The model is on the meta device.
 
     Args:
@@ -89,9 +89,8 @@ def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: Devi
         mesh: 1-D, the tensor-parallel ranks.
     """
     # Sharding makes new parameters, so a tied output must be tied again.
-    embedding: Any = getattr(model, "tok_embeddings", None)
-    output: Any = getattr(model, "output", None)
-    tied = embedding and output and output.weight is embedding.weight
+    has_both = hasattr(model, "tok_embeddings") and hasattr(model, "output")
+    tied = has_both and model.output.weight is next(model.tok_embeddings.parameters())
     plan = {
         name: ROLES[role]()
         for pattern, role in roles.items()
@@ -100,7 +99,7 @@ def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: Devi
     }
     parallelize_module(model, mesh, plan)
     if tied:
-        output.weight = embedding.weight
+        model.output.weight = next(model.tok_embeddings.parameters())
     experts = {parameter for module in getattr(model, "experts", {}).values() for parameter in module.parameters()}
     unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and p not in experts]
     assert not unsharded, f"no role shards {', '.join(unsharded)}"
