@@ -37,7 +37,10 @@ def test_every_stage_that_changes_the_rotary_embedding_is_said(
         args=SimpleNamespace(rotary_dim=12, mixers=[SimpleNamespace(window=0)]),
         world=SimpleNamespace(rank=0),
     )
-    stages: Any = [SimpleNamespace(rope=rope, index=index, seq_len=128) for index, rope in enumerate(ropes)]
+    stages: Any = [
+        SimpleNamespace(rope=rope, index=index, seq_len=128, lr=None, steps=1, until={})
+        for index, rope in enumerate(ropes)
+    ]
     register(ARCHITECTURES)
     with caplog.at_level(logging.INFO, "torchtitan_cp.training"):
         assert resume(None, fresh := Progress(), stages, trained, None) is fresh  # type: ignore[arg-type]
