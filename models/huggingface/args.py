@@ -227,6 +227,7 @@ def parse_config(config: HubConfig) -> PreTrainedConfig:
         why = "and code from a checkpoint is not run" if config.get("auto_map") else "in this version"
         raise ValueError(f"model_type is {kind!r}, which transformers does not have, {why}")
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(config))
+        # Infinity is {"__float__": "Infinity"} in a file.
+        return CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(dict(config)))
     except Exception as error:
         raise ValueError(f"transformers refuses this config of {kind!r}: {error}") from error

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers.core_model_loading as loading
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from models.huggingface.args import HuggingFaceArgs, parse_config
@@ -28,7 +28,7 @@ LAYER = re.compile(r"layers\.(\d+)\.")
 
 # Chains of operations after which stored tensors lie side by side in ours, or ours in a stored one, so that a rank can
 # read its share alone.
-READABLE_CHAINS = "MergeModulelist", "MergeModulelist, Concatenate", "Split"
+READABLE_CHAINS = "MergeModulelist", "MergeModulelist, Concatenate", "Concatenate", "Split"
 
 
 @torch.no_grad()
@@ -115,7 +115,10 @@ class _Placement:
                 if isinstance(operation, loading.MergeModulelist):
                     start, shape = [self.found[name, pattern], *start], [1, *shape]
                 elif isinstance(operation, loading.Concatenate):
-                    start[operation.dim] = rule.source_patterns.index(pattern) * shape[operation.dim]
+                    dim, index = operation.dim, rule.source_patterns.index(pattern)
+                    start[dim] = index * shape[dim]
+                    if len(rule.operations) == 1 and index == len(rule.source_patterns) - 1:
+                        start[dim] = whole[dim] - shape[dim]  # the values of a convolution may be wider than its keys
             places, fits = [(name, start)], len(shape) == len(whole) and all(map(le, map(add, start, shape), whole))
         if not fits:
             raise ValueError(f"has {hub_name} of {size}, and the model's {name} is {whole}")
@@ -200,7 +203,7 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
     values = {key: value for key, value in values.items() if value is not None or defaults.get(key) is not None}
     # A family may refuse a type of rotary embedding, although its model runs with such frequencies.
     parse_config(values)
-    return values
+    return dict(PreTrainedConfig._encode_special_floats(values))
 
 
 def _set_truncate(values: dict[str, Any], truncate: bool) -> None:

@@ -82,7 +82,8 @@ def rotaries(config: str, seq_len: int) -> Rotaries:
     Raises:
         ValueError: transformers refuses the config.
     """
-    transformers, values, found = _transformers(), json.loads(config), Rotaries()
+    transformers, found = _transformers(), Rotaries()
+    values = transformers.PreTrainedConfig._decode_special_floats(json.loads(config))  # as it reads a file
     try:
         described = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
         with torch.device("meta"):

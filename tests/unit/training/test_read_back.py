@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models import ARCHITECTURES
@@ -51,7 +51,7 @@ def architectures() -> None:
 
 def read(values: dict[str, Any]) -> Any:
     """A model of transformers with real weights, from a config.json as it is in a file."""
-    values = json.loads(json.dumps(values))
+    values = PreTrainedConfig._decode_special_floats(json.loads(json.dumps(values, allow_nan=False)))
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[values["model_type"]].from_dict(values))
 
 

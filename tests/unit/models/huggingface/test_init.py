@@ -9,7 +9,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from models.huggingface.args import args_from_config
+from models.huggingface.args import args_from_config, parse_config
 from models.huggingface.init import Initializer
 from models.huggingface.model import HuggingFaceModel
 from tests.support.huggingface_families import FAMILIES
@@ -45,7 +45,10 @@ DEEPSEEK = DeepseekV3Config(
 )
 
 
-@pytest.mark.parametrize("config", [GEMMA, DEEPSEEK], ids=lambda config: config.model_type)
+NEMOTRON_H = parse_config(FAMILIES["Nemotron-H"])
+
+
+@pytest.mark.parametrize("config", [GEMMA, DEEPSEEK, NEMOTRON_H], ids=lambda config: config.model_type)
 def test_weights_and_buffers_are_those_of_a_model_that_transformers_builds(config: PreTrainedConfig) -> None:
     torch.manual_seed(0)
     want = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
