@@ -7,14 +7,13 @@ ordinary unpickler would call whatever these name.
 import io
 import pickle
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, metadata
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from torchtitan_cp.checkpoint.manifest import METADATA_FILE, Manifest, read_manifest
@@ -40,7 +39,7 @@ class TableUnpickler(pickle.Unpickler):
         UnpicklingError: the pickle names anything else.
     """
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if name not in TABLE_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a checkpoint must not contain")
         return super().find_class(module, name)
@@ -81,7 +80,7 @@ class CheckpointReader(FileSystemReader):
         super().__init__(folder)
         self.table = read_table(folder, read_manifest(folder))
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self.table
 
 
@@ -93,7 +92,7 @@ class CheckpointPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
-def load_state(reader: CheckpointReader, state: dict[str, Any], *, no_dist: bool = False) -> None:
+def load_state(reader: CheckpointReader, state: STATE_DICT_TYPE, *, no_dist: bool = False) -> None:
     """Fill a state dict in place, each rank its own shards.
 
     Args:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, planner_helpers
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
@@ -77,7 +78,7 @@ class PendingSave(NamedTuple):
     """
 
     writer: CheckpointWriter
-    written: Future[Any]
+    written: Future[object]
     paused: str
 
 
@@ -308,9 +309,9 @@ class CheckpointManager:
         self.newest_step = int(path.name.removeprefix("step-"))
 
 
-def _state(parts: Parts, optimizers: Optimizers) -> dict[str, Any]:
+def _state(parts: Parts, optimizers: Optimizers) -> STATE_DICT_TYPE:
     """The tensors themselves, not copies, by the names they have in the whole model, whatever parts a rank has."""
-    state: dict[str, Any] = {"model": {}, "optimizer": {}}
+    state: STATE_DICT_TYPE = {"model": {}, "optimizer": {}}
     for part, optimizer in zip(parts, optimizers, strict=True):
         fresh = not optimizer.state
         model_state, optimizer_state = get_state_dict(part, optimizer, options=BY_NAME)
@@ -323,7 +324,7 @@ def _state(parts: Parts, optimizers: Optimizers) -> dict[str, Any]:
     return state
 
 
-def _can_be_copied(state: dict[str, Any]) -> bool:
+def _can_be_copied(state: STATE_DICT_TYPE) -> bool:
     """Whether torch's stager can copy these tensors; it does not know torchao's 8-bit moments."""
     tensors = [value for kind in state.values() for value in kind.values() if isinstance(value, torch.Tensor)]
     return all(type(local_tensor(tensor)) in (torch.Tensor, nn.Parameter) for tensor in tensors)

@@ -7,12 +7,13 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Checksum, Manifest, checksum, compare_files
 from torchtitan_cp.checkpoint.progress import EVALUATED_FILE, PROGRESS_FILE, Progress
@@ -55,17 +56,18 @@ class CheckpointWriter(FileSystemWriter):
         self.partial.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's files, and append their checksums to the results that rank 0 gets."""
-        results: list[Any] = super().write_data(plan, planner).wait()
+        results = super().write_data(plan, planner).wait()
         own = {name: checksum(self.partial / name) for name in {entry.storage_data.relative_path for entry in results}}
-        with_checksums: torch.futures.Future[list[Any]] = torch.futures.Future()
-        with_checksums.set_result([*results, own])
+        with_checksums: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        with_checksums.set_result([*results, cast(WriteResult, own)])
         return with_checksums
 
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when every rank has written: write progress and manifest, and give the folder its final name."""
-        files: dict[str, Checksum] = {name: found for rank in results for name, found in rank.pop().items()}
+        by_rank = [cast(dict[str, Checksum], rank.pop()) for rank in results]
+        files = {name: found for own in by_rank for name, found in own.items()}
         super().finish(metadata, results)
         progress_file, manifest_file = self.partial / PROGRESS_FILE, self.partial / MANIFEST_FILE
         progress_file.write_text(json.dumps(dataclasses.asdict(self.progress), indent=1), encoding="utf-8")

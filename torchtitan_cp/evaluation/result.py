@@ -4,9 +4,11 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from torchtitan_cp.config.json_types import JsonObject
 
 
 class Retrieval(NamedTuple):
@@ -67,7 +69,7 @@ class EvaluationResult:
     left_out: tuple[str, ...] = ()
     stage_loss: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The result as plain JSON; NaN becomes null."""
         retrieval = {name: each._asdict() for name, each in self.retrieval.items()}
         text = json.dumps({**vars(self), "retrieval": retrieval}, default=np.ndarray.tolist)

@@ -1,9 +1,17 @@
 """How the tokens of steps are spread over the experts of each layer."""
 
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from torch import Tensor
+
+
+class ExpertFields(TypedDict):
+    """See StepRecord."""
+
+    expert_load: dict[str, float]
+    router_entropy: dict[str, float]
+    idle_experts: float
 
 
 def expert_loads(counts: Tensor) -> np.ndarray:
@@ -15,7 +23,7 @@ def expert_loads(counts: Tensor) -> np.ndarray:
     return (counts / counts.mean(1, keepdim=True)).cpu().numpy()
 
 
-def expert_fields(counts: Tensor, entropy: Tensor, tokens: int) -> dict[str, Any]:
+def expert_fields(counts: Tensor, entropy: Tensor, tokens: int) -> ExpertFields:
     """Fields of StepRecord about experts.
 
     Args:

@@ -6,13 +6,17 @@ imported at the first figure. pyplot, which keeps global state, is not used.
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchtitan_cp.attention import Plan
 from torchtitan_cp.config.names import format_tokens
 from torchtitan_cp.metrics.throughput import imbalance
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DPI = 110
 NOT_ALLOWED = -1
@@ -31,7 +35,8 @@ def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[flo
         color = _colors("viridis", 0.9 * index / max(1, len(curves) - 1))
         # A logarithmic axis has no 0: every point is drawn one position further.
         # A legend would leave out a name that begins with an underscore.
-        axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=f" {name}")
+        values = np.asarray(losses, dtype=np.float64)  # None becomes NaN
+        axes.plot([start + 1 for start in starts], values, marker="o", markersize=4, color=color, label=f" {name}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda position, _: format_tokens(round(position)))
     axes.grid(alpha=0.3)
@@ -146,19 +151,19 @@ def attention_owners(plan: Plan, pixels: int = 480) -> np.ndarray:
     return np.where(allowed, owners, NOT_ALLOWED)
 
 
-def _colors(name: str, values: Any) -> Any:
+def _colors(name: str, values: float | np.ndarray) -> np.ndarray:
     """RGBA of one value from 0 to 1, or of several, in a color map."""
-    return importlib.import_module("matplotlib").colormaps[name](values)
+    return np.asarray(importlib.import_module("matplotlib").colormaps[name](values))
 
 
-def _figure(width: float, height: float, **labels: str) -> tuple[Any, Any]:
+def _figure(width: float, height: float, **labels: str) -> "tuple[Figure, Axes]":
     """A figure of this many inches, and its axes with their labels and title."""
     importlib.import_module("matplotlib").rcParams["text.parse_math"] = False  # a stage's name may have dollar signs
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     return figure, figure.add_subplot(**labels)
 
 
-def _pixels(figure: Any) -> np.ndarray:
+def _pixels(figure: "Figure") -> np.ndarray:
     canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

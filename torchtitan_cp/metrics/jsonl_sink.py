@@ -5,9 +5,10 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from torchtitan_cp.config import UserError
+from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.metrics.step_record import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class JsonLinesSink:
     def step(self, record: StepRecord) -> None:
         self.metrics.write(json.dumps(dataclasses.asdict(record)) + "\n")
 
-    def evaluation(self, record: Mapping[str, Any]) -> None:
+    def evaluation(self, record: Mapping[str, Json]) -> None:
         self.evaluations.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
@@ -84,7 +85,16 @@ class LineFile:
         self.file.close()
 
 
-def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+class EvaluationLine(TypedDict):
+    """What is read back of a line of evaluation.jsonl; see EvaluationResult for the rest."""
+
+    step: int
+    stage: str
+    position_starts: list[int]
+    position_losses: list[float | None]
+
+
+def read_evaluations(folder: Path) -> list[EvaluationLine]:
     """The lines of evaluation.jsonl."""
     return [json.loads(line) for line in (folder / EVALUATION_FILE).read_text(encoding="utf-8").splitlines()]
 

@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, Protocol
 
 import numpy as np
 
+from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.config.run import Metrics
 from torchtitan_cp.metrics.console_sink import ConsoleSink
 from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, JsonLinesSink
@@ -15,6 +16,16 @@ from torchtitan_cp.metrics.tensorboard_sink import TensorBoardSink
 from torchtitan_cp.metrics.wandb_sink import WandbSink
 
 logger = logging.getLogger(__name__)
+
+
+P = ParamSpec("P")
+
+
+class Sink(Protocol):
+    """Takes what it has methods for; see docs/how_to_add.md."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class MetricsLogger:
@@ -31,7 +42,7 @@ class MetricsLogger:
 
     def __init__(self, settings: Metrics, total_steps: int, done: int, *, enabled: bool) -> None:
         self.settings, self.console = settings, ConsoleSink(total_steps, done, enabled=enabled)
-        self.sinks: list[Any] = [self.console]
+        self.sinks: list[Sink] = [self.console]
 
     def open_files(self, folder: Path, after_step: int, *, evaluates_again: bool = False) -> None:
         """Open the sinks that [metrics] asks for. Rank 0 calls this.
@@ -62,7 +73,7 @@ class MetricsLogger:
         if record.step % self.settings.interval == 0:
             self.scalars(record.scalars(), record.step)
 
-    def evaluation(self, record: Mapping[str, Any], scalars: Mapping[str, float], step: int) -> None:
+    def evaluation(self, record: Mapping[str, Json], scalars: Mapping[str, float], step: int) -> None:
         """Record the result of an evaluation: plain JSON, and the numbers to plot by tag."""
         self._send("evaluation", record)
         self.scalars(scalars, step)
@@ -71,7 +82,9 @@ class MetricsLogger:
         """Record numbers by tag."""
         self._send("scalars", values, step)
 
-    def image(self, tag: str, step: int, draw: Callable[..., np.ndarray], *arguments: Any, **options: Any) -> None:
+    def image(
+        self, tag: str, step: int, draw: Callable[P, np.ndarray], *arguments: P.args, **options: P.kwargs
+    ) -> None:
         """Draw an image, `[height, width, 3]` uint8, with a function of `figures`, if a sink takes images."""
         if any(hasattr(sink, "image") for sink in self.sinks):
             self._send("image", tag, draw(*arguments, **options), step)
@@ -96,7 +109,7 @@ class MetricsLogger:
         """Close every sink."""
         self._send("close")
 
-    def _send(self, method: str, *arguments: Any) -> None:
+    def _send(self, method: str, *arguments: object) -> None:
         """Call a method of the sinks that have it; one that fails is removed: its file may end in half a record."""
         for sink in [sink for sink in self.sinks if hasattr(sink, method)]:
             try:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_cp.config.run import Profiling
@@ -75,7 +75,7 @@ class StepProfiler:
         logger.warning("%s\ntrace: %s (chrome://tracing, ui.perfetto.dev)", table, trace)
 
 
-def time_on_cpu(events: Iterable[Any], seconds: float, waited: float, in_flight: float) -> dict[str, float]:
+def time_on_cpu(events: Iterable[FunctionEvent], seconds: float, waited: float, in_flight: float) -> dict[str, float]:
     """Split the seconds of a step on a CPU.
 
     Args:
@@ -92,7 +92,7 @@ def time_on_cpu(events: Iterable[Any], seconds: float, waited: float, in_flight:
     }
 
 
-def time_on_gpu(events: Iterable[Any], seconds: float, waited: float, in_flight: float) -> dict[str, float]:
+def time_on_gpu(events: Iterable[FunctionEvent], seconds: float, waited: float, in_flight: float) -> dict[str, float]:
     """As time_on_cpu on CUDA, from the times of kernels: messages are those of NCCL."""
     # Annotated ranges of torch and FSDP2 span all the kernels inside them.
     kernels = [e for e in events if "CUDA" in str(e.device_type) and not getattr(e, "is_user_annotation", False)]

@@ -1,7 +1,6 @@
 """Devices by their data sheets, and the fraction of their peak that kernels are assumed to reach."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -155,12 +154,29 @@ class Cluster:
         return device.latency_seconds + slower / BANDWIDTH
 
 
-def make_cluster(name: str, nodes: int = 1, measured: Accelerator | None = None, **given: Any) -> Cluster:
+def make_cluster(
+    name: str,
+    nodes: int = 1,
+    measured: Accelerator | None = None,
+    *,
+    ranks_per_node: int = 0,
+    link_bandwidth: float = 0.0,
+    network_bandwidth: float = 0.0,
+    host_bytes: float = 0.0,
+) -> Cluster:
     """A cluster of a device of the table.
 
     Args:
         measured: a device to use instead of one of the table.
-        given: replaces fields of `Accelerator`; a value of 0 keeps the device's own.
+        ranks_per_node, link_bandwidth, network_bandwidth, host_bytes: replace these fields of the device; 0 keeps its
+            own.
     """
-    changes = {key: value for key, value in given.items() if value}
-    return Cluster(name, replace(measured or ACCELERATORS[name], **changes), nodes)
+    device = measured or ACCELERATORS[name]
+    accelerator = replace(
+        device,
+        ranks_per_node=ranks_per_node or device.ranks_per_node,
+        link_bandwidth=link_bandwidth or device.link_bandwidth,
+        network_bandwidth=network_bandwidth or device.network_bandwidth,
+        host_bytes=host_bytes or device.host_bytes,
+    )
+    return Cluster(name, accelerator, nodes)

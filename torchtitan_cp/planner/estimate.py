@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan_cp.attention.ring_cost import BACKWARD_FLOPS, FORWARD_FLOPS
 from torchtitan_cp.config import Config
@@ -145,7 +145,7 @@ def plan_config(config: Config, cluster: Cluster, model_args: ModelArgs | None =
         UserError, ContextParallelError: a run on so many ranks would refuse the config.
     """
     run = resolve_run(config, cluster.ranks, model_args or sized_model_args(config))
-    inactive: dict[str, Any] = {} if cluster.accelerator.capability else OFFLOADS
+    inactive: dict[str, dict[str, bool]] = {} if cluster.accelerator.capability else OFFLOADS
     return tuple(
         Estimate(run.config_of(stage).with_keys(**inactive), run.model_args, stage, cluster) for stage in run.stages
     )

@@ -5,8 +5,8 @@ It uses internals of torch, as torch's own tests and tools do.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -23,13 +23,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
+from torchtitan_cp.attention.autograd import Context
 from torchtitan_cp.attention.linear.convolution import convolve, convolve_backward
 from torchtitan_cp.attention.linear.operator import delta_rule, delta_rule_backward
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.operator import attention, attention_backward
 
 # The implementations of the attention operators, which fake tensors would not run.
-OPERATORS: dict[Any, Callable[..., Any]] = {
+OPERATORS: dict[object, Callable[..., object]] = {
     operator._opoverload: operator._init_fn
     for operator in (attention, attention_backward, delta_rule, delta_rule_backward, convolve, convolve_backward)
 }
@@ -73,7 +74,7 @@ class FakeMode(FakeTensorMode):
         return self.real_on_cpu or any(isinstance(x, Tensor) for x in tree_flatten((args, kwargs))[0])
 
 
-def real_tensors() -> Any:
+def real_tensors() -> AbstractContextManager[object]:
     """A context in which new tensors have data, because the host reads meshes and plans."""
     return patch.object(FakeMode, "real_on_cpu", True)
 
@@ -112,13 +113,13 @@ class _FlexResults(torch.autograd.Function):
     """Stands for flex_attention's compiled kernel, whose operator has a fake form only inside the compiler."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(q, k, v)
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Context, *_: Tensor) -> tuple[Tensor | None, ...]:
         return (*map(torch.empty_like, ctx.saved_tensors), None, None, None, None)
 
 
@@ -156,7 +157,7 @@ class StepTracker(TorchDispatchMode):
         self.now = self.local_peak = 0
         self.in_operator = False
         self.messages: Counter[Message] = Counter()
-        self.operator_costs: dict[Any, tuple[int, Counter[Message]]] = {}
+        self.operator_costs: dict[Hashable, tuple[int, Counter[Message]]] = {}
         self.start_peak()
 
     def start_peak(self) -> None:
@@ -164,7 +165,7 @@ class StepTracker(TorchDispatchMode):
         self.peak, self.at_peak = self.now, dict(+self.by_kind)
         self.messages.clear()
 
-    def set_kind(self, x: Any, kind: str) -> None:
+    def set_kind(self, x: Tensor, kind: str) -> None:
         """Count a tensor under another kind."""
         self.update_storage(local_tensor(x).untyped_storage(), kind)
 
@@ -214,7 +215,9 @@ class StepTracker(TorchDispatchMode):
                 self._track(x.untyped_storage())
         return result
 
-    def _run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_operator(
+        self, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
         """Run the operator's own code the first time; later, count the memory and messages that it needed then."""
         key = (func, *map(_as_key, tree_flatten((args, kwargs))[0]))
         if key in self.operator_costs:
@@ -231,11 +234,11 @@ class StepTracker(TorchDispatchMode):
         self.operator_costs[key] = self.local_peak - bytes_before, self.messages - messages_before
         return result
 
-    def _count_message(self, func: Any, args: Any) -> None:
+    def _count_message(self, func: Callable[..., object], args: Sequence[object]) -> None:
         tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
         group = _group_in(args)
         if tensors and group is not None:
-            operation = func._schema.name.partition("::")[2].strip("_")
+            operation = func._schema.name.partition("::")[2].strip("_")  # type: ignore[attr-defined]
             ranks = dist.get_process_group_ranks(group)
             numbers = f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks))
             size = max(x.nbytes for x in tensors)
@@ -250,7 +253,7 @@ class StepTracker(TorchDispatchMode):
         resize_plain = torch.UntypedStorage.resize_
         untracked = _disable_current_modes()(ShardingPropagator._propagate_tensor_meta_non_cached)
 
-        def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+        def resize(storage: torch.UntypedStorage, size_bytes: int) -> object:
             result = resize_plain(storage, size_bytes)
             self.update_storage(storage)
             return result
@@ -263,14 +266,14 @@ class StepTracker(TorchDispatchMode):
             yield
 
 
-def _as_key(leaf: Any) -> Any:
+def _as_key(leaf: Hashable) -> Hashable:
     """The properties of an argument that the operator's memory and messages depend on."""
     if isinstance(leaf, FakeTensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return tuple(leaf.flatten().tolist()) if isinstance(leaf, Tensor) else leaf
 
 
-def _group_in(args: Any) -> dist.ProcessGroup | None:
+def _group_in(args: Sequence[object]) -> dist.ProcessGroup | None:
     """The process group among an operation's arguments: an object, or in functional operations a name."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
@@ -87,12 +87,12 @@ def _has_own_choice(stage: Stage) -> bool:
     return bool(stage.tp or stage.pp or stage.activation.checkpoint or stage.activation.offload is not None)
 
 
-def _savers(config: Config, on_gpu: bool) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+def _savers(config: Config, on_gpu: bool) -> list[tuple[str, dict[str, dict[str, object]]]]:
     """What costs time and saves memory, in the order in which it is tried until something fits: (name, all its keys).
 
     Each includes the one before it, but weights and optimizer state in host memory need no `optimizer.offload_state`.
     """
-    tiles: dict[str, Any] = {"mlp_tiles": MLP_TILES} if config.activation.mlp_tiles == 1 else {}
+    tiles: dict[str, object] = {"mlp_tiles": MLP_TILES} if config.activation.mlp_tiles == 1 else {}
     name = f"activation.mlp_tiles = {MLP_TILES}" if tiles else ""
     savers = [(name, {"activation": tiles})] if tiles else []
     host = [("optimizer", "offload_state"), ("parallel", "fsdp_cpu_offload")]
@@ -224,7 +224,7 @@ def _choice_reasons(chosen: Choice, days: dict[Choice, float], tried: list[Choic
     return reasons
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -202,8 +202,15 @@ class PlannedStage:
 
     def attention(self, strategy: str, window: int) -> LayerCost:
         """Attention of one layer with this window, for one sequence, on the rank that works most."""
-        group = {"seq_len": self.stage.seq_len, "ranks": self.stage.cp, "layout": self.config.context_parallel.layout}
-        group |= {"strategy": strategy, "all_to_all_ranks": self.all_to_all_ranks(strategy)}
         mixer = self.mixer(window)
-        heads = self._heads(mixer.n_heads, mixer.n_kv_heads, mixer.head_dim)
-        return busiest_layer(self.mask, window, heads, self.rates(window), **group)
+        return busiest_layer(
+            self.mask,
+            window,
+            self._heads(mixer.n_heads, mixer.n_kv_heads, mixer.head_dim),
+            self.rates(window),
+            seq_len=self.stage.seq_len,
+            ranks=self.stage.cp,
+            strategy=strategy,
+            layout=self.config.context_parallel.layout,
+            all_to_all_ranks=self.all_to_all_ranks(strategy),
+        )

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.codec import CODECS
@@ -119,15 +119,35 @@ def layer_of(plan: Plan, heads: Heads, rates: Rates) -> LayerCost:
 
 
 @lru_cache(maxsize=16384)
-def busiest_layer(mask: AttentionMask, window: int, heads: Heads, rates: Rates, **group: Any) -> LayerCost:
+def busiest_layer(
+    mask: AttentionMask,
+    window: int,
+    heads: Heads,
+    rates: Rates,
+    *,
+    seq_len: int,
+    ranks: int,
+    strategy: str,
+    layout: str = "auto",
+    all_to_all_ranks: int,
+) -> LayerCost:
     """The largest of each number over four ranks: the one with the most pairs, the first, the middle and the last.
 
     Args:
         window: of the layer, 0 for none.
-        group: other arguments of `make_plan`: seq_len, ranks, strategy, layout, all_to_all_ranks.
+        seq_len, ranks, strategy, layout, all_to_all_ranks: as of `make_plan`.
     """
     node_ranks = max(1, rates.cluster.accelerator.ranks_per_node // rates.stride)
-    plan = make_plan(mask=mask, ranks_per_node=node_ranks, row_pairs=rates.row_pairs(heads), **group)
+    plan = make_plan(
+        seq_len,
+        mask=mask,
+        ranks=ranks,
+        strategy=strategy,
+        layout=layout,
+        all_to_all_ranks=all_to_all_ranks,
+        ranks_per_node=node_ranks,
+        row_pairs=rates.row_pairs(heads),
+    )
     plan = dataclasses.replace(plan, mask=mask.windowed(window))  # on the layout of the batch
     chosen = sorted({0, busiest_rank(plan), plan.ranks // 2, plan.ranks - 1})
     layers = [layer_of(dataclasses.replace(plan, rank=rank), heads, rates) for rank in chosen]

@@ -4,12 +4,12 @@ import itertools
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.data.corpus.chat import SAMPLE_TOOLS, ChatTemplate, find_chat_template
+from torchtitan_cp.config.json_types import Json, JsonObject
+from torchtitan_cp.data.corpus.chat import SAMPLE_TOOLS, ChatTemplate, Messages, find_chat_template
 from torchtitan_cp.data.corpus.records import BadRecordError
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.evaluation.prompts import Frame
@@ -40,7 +40,7 @@ def chat_template_of(config: Config) -> ChatTemplate | None:
     return next(iter(chat_templates_of(config)), None)
 
 
-def encode_turns(template: ChatTemplate, tokenizer: Tokenizer, messages: list[Any]) -> list[int]:
+def encode_turns(template: ChatTemplate, tokenizer: Tokenizer, messages: Messages) -> list[int]:
     """Token ids of the messages and of the beginning of the assistant's turn.
 
     Raises:
@@ -49,11 +49,11 @@ def encode_turns(template: ChatTemplate, tokenizer: Tokenizer, messages: list[An
     return _encode(_write(template, messages, add_generation_prompt=True), tokenizer)
 
 
-def _write(template: ChatTemplate, messages: list[Any], *, add_generation_prompt: bool, tools: Any = None) -> str:
+def _write(template: ChatTemplate, messages: Messages, *, add_generation_prompt: bool, tools: Json = None) -> str:
     try:
         return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except BadRecordError as error:
-        roles = ", ".join(message["role"] for message in messages)
+        roles = ", ".join(str(message["role"]) for message in messages)
         raise ConfigError(
             f"the chat template does not take these messages (of {roles}): {': '.join(error.args)}",
             fix="set chat_template to a file with one that takes them; with generate, --system adds a system message",
@@ -61,7 +61,7 @@ def _write(template: ChatTemplate, messages: list[Any], *, add_generation_prompt
 
 
 def _write_around(
-    template: ChatTemplate, messages: list[Any], text: str, *, asks: bool, tools: Any = None
+    template: ChatTemplate, messages: Messages, text: str, *, asks: bool, tools: Json = None
 ) -> tuple[str, str]:
     """What the template writes before and after a text that is in the messages.
 
@@ -97,7 +97,7 @@ def end_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
         raise refusals[0]
     for arguments in ({"a": ANSWER}, json.dumps({"a": ANSWER})):  # few templates take a text
         function = {"name": "f", "arguments": arguments}
-        called = {
+        called: JsonObject = {
             "role": "assistant",
             "content": "",
             "tool_calls": [{"id": CALL_ID, "type": "function", "function": function}],

@@ -36,7 +36,7 @@ from torchtitan_cp.training.model import ParallelModel
 
 logger = logging.getLogger(__name__)
 SPEED_DECAY = 0.9  # per step, of the moving average of a stage's speed
-Curves = dict[str, tuple[Sequence[int], Sequence[float]]]  # stage -> (first positions of bins, mean losses)
+Curves = dict[str, tuple[Sequence[int], Sequence[float | None]]]
 
 
 class RunRecorder:
@@ -60,7 +60,7 @@ class RunRecorder:
         self.peak_checked = world.rank != 0
         self.training_curves: Curves = {}
         self.evaluation_curves: Curves = {}
-        self.stage_rows: dict[int, dict[str, Any]] = {}
+        self.stage_rows: dict[int, dict[str, str | float | None]] = {}
         self.speeds: dict[int, float] = {}
         self.newest: StepRecord | None = None
         self.evaluation: EvaluationResult | None = None
@@ -264,9 +264,9 @@ class RunRecorder:
         self._draw_routing(step)
         log.image("validation/loss_by_position", step, figures.draw_loss_by_position, self.evaluation_curves)
         for name, retrieval in result.retrieval.items():
-            options = {"trained_length": stage.seq_len, "title": name}
             if retrieval.by_length():
-                log.image(f"validation/{name}/{stage.name}", step, figures.draw_retrieval_map, *retrieval, **options)
+                tag, draw = f"validation/{name}/{stage.name}", figures.draw_retrieval_map
+                log.image(tag, step, draw, *retrieval, trained_length=stage.seq_len, title=name)
 
     def _draw_routing(self, step: int) -> None:
         """Draw the experts' load in the last step, unless it is drawn already."""
