@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3_5TextConfig
+from transformers import LlamaConfig
 
 from models import ARCHITECTURES
 from tests.support.huggingface_families import FAMILIES
@@ -151,13 +151,13 @@ def test_the_doctor_asks_nothing_of_what_only_the_whole_training_has(
 
 def test_a_model_that_another_architecture_takes_is_sent_there(tmp_path: Path) -> None:
     config, path = tmp_path / "config.json", write_run(tmp_path)
-    hybrid = Qwen3_5TextConfig(num_hidden_layers=4, vocab_size=300)
-    config.write_text(json.dumps(hybrid.to_dict()))
+    with_dropout = LlamaConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, attention_dropout=0.1)
+    config.write_text(json.dumps(with_dropout.to_dict()))
     model = ["--model.architecture=huggingface", "--model.flavor=", f"--model.config={config}", "--model.overrides={}"]
-    with pytest.raises(ConfigError, match="a layer of linear_attention, which is unsupported") as refused:
+    with pytest.raises(ConfigError, match="calls attention with dropout, which is not supported") as refused:
         resolve(path, 1, *model)
-    assert refused.value.fix == "set model.architecture = 'qwen3_5'"
-    resolve(path, 1, "--model.architecture=qwen3_5", *model[1:])
+    assert refused.value.fix == "set model.architecture = 'llama'"
+    resolve(path, 1, "--model.architecture=llama", *model[1:])
     with pytest.raises(ConfigError, match="did you mean 'hidden_size'") as refused:
         resolve(path, 1, *model[:3], "--model.overrides={hidden_sise = 64}")
     assert refused.value.fix.startswith("change model.overrides, or ")
