@@ -63,7 +63,7 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
 
     def guarded() -> None:
         report = trainer.forward_backward(batches)
-        trainer.step_runner.monitor.is_bad(report)
+        trainer.step_runner.monitor.is_bad(report, 1)
         spikes.record_healthy_step(report)
         trainer.model.update(1e-6, report.grad_norm)
 

@@ -29,6 +29,8 @@ def rope_parameters(rope: Rope, head_dim: int) -> HubConfig:
 def fill_rope(rope: Rope, config: HubConfig) -> Rope:
     """A stage's rotary embedding, with theta and the keys of its kind that the TOML omits from a config.json.
 
+    If that scales nothing, the length before scaling is its max_position_embeddings.
+
     Raises:
         ConfigError: config.json has a kind that no stage can have, or none that can be read.
     """
@@ -40,6 +42,10 @@ def fill_rope(rope: Rope, config: HubConfig) -> Rope:
     elif "factor" not in keys and rope.factor != stored.factor:  # the stored attention_factor may follow from factor
         keys.remove("attention_factor")
     filled = replace(rope, **{key: getattr(stored, key) for key in keys})
+    lacks_original = "original_seq_len" in KEYS_BY_KIND[rope.kind] and not filled.original_seq_len
+    if lacks_original and _hub_rope_parameters(config)["rope_type"] == "default":
+        trained = config.get("text_config", config).get("max_position_embeddings")
+        filled = replace(filled, original_seq_len=trained or 0)
     vars(filled)["omitted"] = rope.omitted
     return filled
 

@@ -41,6 +41,7 @@ from torchtitan_cp.checkpoint.save import (
     write_evaluated,
 )
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.names import format_bytes
 from torchtitan_cp.config.run import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class CheckpointManager:
             return
         folder, size, seconds = writer.final, writer.written_bytes, writer.seconds
         self._retention.record(folder, writer.stamps, intact=True)
-        logger.info(f"{folder}: training paused {paused}; {size:,} bytes were on disk after {seconds:.1f} s")
+        logger.info(f"{folder}: training paused {paused}; {format_bytes(size)} were on disk after {seconds:.1f} s")
         # The checkpoints before a rollback stay until a healthy step: the next rollback may have to go back further.
         if writer.progress.healthy_since_rollback:
             thread.submit(self._delete_expired)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,23 +153,34 @@ def read_progress(folder: Path) -> Progress:
 NEW_RUN = "give the new run a folder of its own: --job.dump_folder=..."
 
 
-def check_identity(saved: JsonObject, now: JsonObject, path: Path, otherwise: str = NEW_RUN) -> None:
+def check_identity(
+    saved: JsonObject,
+    now: JsonObject,
+    path: Path,
+    otherwise: str = NEW_RUN,
+    data_changes: Callable[[], str] = lambda: "",
+) -> None:
     """Raise if the model or the data differ from those of a checkpoint.
 
     Args:
         otherwise: the fix for a user who wants the change.
+        data_changes: says in a few words what made the data differ, as far as it is known.
 
     Raises:
         ConfigError: naming what differs.
     """
     for name, value in now.items():
-        if saved.get(name, value) != value:
-            was, is_now = _differing(saved[name], value)
-            data = " of the text, the tokenizer or their settings" * name.startswith("data")
-            raise ConfigError(
-                f"{path} was written with {name} {was}, and the config now gives {is_now}",
-                fix=f"undo the change{data}, or {otherwise}",
-            )
+        if saved.get(name, value) == value:
+            continue
+        was, is_now = _differing(saved[name], value)
+        differ, fix = f"was written with {name} {was}, and the config now gives {is_now}", "undo the change"
+        if name.startswith("data"):  # digests of tokens, which say nothing to a reader
+            of, why = "", data_changes()
+            if isinstance(was, dict) and isinstance(is_now, dict):
+                of = f" of {', '.join({**was, **is_now})}"
+            differ = f"was written with other tokens{of} than the config now gives{': ' * bool(why)}{why}"
+            fix = "undo the change of the text, the tokenizer or their settings"
+        raise ConfigError(f"{path} {differ}", fix=f"{fix}, or {otherwise}")
 
 
 def _differing(was: Json, now: Json) -> tuple[Json, Json]:

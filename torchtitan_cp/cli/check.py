@@ -6,6 +6,7 @@ from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides
 from torchtitan_cp.cli.train import default_ranks
 from torchtitan_cp.config import Config, ConfigError, load_config
+from torchtitan_cp.config.check import shortened_warmups
 from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.preflight import check_before_corpus, check_files
 from torchtitan_cp.training.registry import config_for_hub
@@ -51,6 +52,8 @@ def check_run(config: Config, ranks: int, *, trains: bool = True) -> str:
     check_files(config)
     args = check_before_corpus(run, find_device().device.type, trains=trains)
     log_rope_notes(config, run.stages, args)
+    for line in shortened_warmups(config, run.stages):
+        logger.warning(line)
     for stage in run.stages:
         rope = stage.rope
         if rope and rope.kind == "yarn" and (reach := rope.factor * rope.original_seq_len) < stage.seq_len:

@@ -19,8 +19,10 @@ def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         value = kind(text)
-        if not least <= value <= LARGEST:
-            raise argparse.ArgumentTypeError(f"{text} is not between {least} and 2^62")
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        if not value <= LARGEST:
+            raise argparse.ArgumentTypeError(f"{text} is not a number up to 2^62")
         return value
 
     read.__name__ = kind.__name__  # what argparse calls it where the text is no number

@@ -72,21 +72,23 @@ def check_config(config: Config, stages: Stages, ranks: int) -> None:
     for stage in stages:
         _check_stage_sections(config, stage, stages[0])
         _check_stage(config, stage, stages[0])
-    _check_warmup(config, stages)
 
 
-def _check_warmup(config: Config, stages: Stages) -> None:
-    """Refuse a warm-up that never reaches the peak. Stages that end by `until` have no fixed number of steps."""
+def shortened_warmups(config: Config, stages: Stages) -> list[str]:
+    """A line for each warm-up that is longer than its schedule, as in a short trial of a long run.
+
+    Stages that end by `until` have no fixed number of steps.
+    """
+    lines = []
     shared = [stage for stage in stages if stage.lr is None]
     spans: list[tuple[str, LRScheduler, list[ResolvedStage]]] = [("lr_scheduler", config.lr_scheduler, shared)]
     spans += [(f"{stage.where}.lr", stage.lr, [stage]) for stage in stages if stage.lr]
     for where, schedule, span in spans:
         steps = sum(stage.steps for stage in span)
         if span and schedule.warmup_steps > steps and not any(stage.until for stage in span):
-            raise ConfigError(
-                f"{where}.warmup_steps = {schedule.warmup_steps} exceeds the {steps} steps of this schedule",
-                fix=f"use at most {steps}",
-            )
+            exceeds = f"{where}.warmup_steps = {schedule.warmup_steps} exceeds the {steps} steps of this schedule"
+            lines.append(f"{exceeds}: the warm-up is shortened to {steps}")
+    return lines
 
 
 def _check_sections(config: Config, stages: Stages, ranks: int) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section")
 OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:[.\[][\w.\[\]-]*)?)=(.*)", re.DOTALL)
+STAGE_END = re.compile(r"--curriculum\.stages(?:\.|\[)(\d+)\]?\.(steps|tokens|until)(?:=|\.)")
 # For each type of a key: what the value must be, and how to write one.
 TOML_TYPES: dict[object, tuple[str, str]] = {
     int: ("an integer", "write digits alone, e.g. 8"),
@@ -52,6 +53,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     named = _keys_that_name_a_model(table)
     for override in overrides:
         apply_override(table, override)
+    _drop_replaced_ends(table, overrides)
     read_retired_keys(table, str(path))
     config = build(Config, table, where="", file=str(path))
     if named and not _keys_that_name_a_model(table):
@@ -86,7 +88,8 @@ def read_toml(path: Path) -> dict[str, object]:
     except tomli.TOMLDecodeError as error:
         raise ConfigError(
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}",
-            fix="the file must be TOML: [section] lines, and key = value with strings in quotes",
+            fix="the file must be TOML: [section] lines, and key = value with strings in quotes, true and false in "
+            "small letters",
         ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}", fix="give a smaller number, or nest lists less deeply") from None
@@ -109,12 +112,24 @@ def apply_override(table: dict[str, object], override: str) -> None:
     try:
         value = tomli.loads(f"value = {match[2]}")["value"]
     except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond Python's limits
-        value = match[2]
+        value = {"True": True, "False": False}.get(match[2], match[2])  # as Python writes them
     if isinstance(node, dict):
         node[last] = value
     else:
         entries, index = _entry(node, last, override)
         entries[index] = value
+
+
+def _drop_replaced_ends(table: dict[str, object], overrides: Sequence[str]) -> None:
+    """Remove what the file says of a stage's end where an override gives its steps, tokens or until instead."""
+    named = [STAGE_END.match(override) for override in overrides]
+    given = {(int(match[1]), match[2]) for match in named if match}
+    curriculum = table.get("curriculum")
+    stages = curriculum.get("stages") if isinstance(curriculum, dict) else None
+    for index, stage in enumerate(stages if isinstance(stages, list) else ()):
+        named_here = {key for number, key in given if number == index}
+        for key in {"steps", "tokens", "until"} - named_here if named_here else ():
+            stage.pop(key, None)
 
 
 def _entry(node: object, step: str, override: str) -> tuple[list[object], int]:

@@ -44,6 +44,14 @@ SCHEDULES = {
 }
 
 
+def format_bytes(size: int) -> str:
+    """1.50 GiB, 12.0 MiB, 340 KiB, in the unit that suits the size."""
+    for unit, name, digits in ((1 << 30, "GiB", 2), (1 << 20, "MiB", 1)):
+        if size >= unit:
+            return f"{size / unit:,.{digits}f} {name}"
+    return f"{size / 1024:.0f} KiB"
+
+
 def format_tokens(tokens: int) -> str:
     """512, 4K, 1M: in units of 2**10 or 2**20 tokens where these divide the number. The default name of a stage."""
     for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):

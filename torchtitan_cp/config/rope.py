@@ -16,7 +16,8 @@ class Rope:
         theta: base of the frequencies; default: that of config.json, if the model has one, not the previous stage's
         kind: scaling of the frequencies
         factor: every kind but none: how much longer the context becomes
-        original_seq_len: llama3, yarn, longrope: context length before scaling, in tokens
+        original_seq_len: llama3, yarn, longrope: context length before scaling, in tokens; default: that of
+            config.json, if the model has one: its max_position_embeddings where it has no scaling
         low_freq_factor: llama3: dimensions with fewer turns are scaled by the whole factor
         high_freq_factor: llama3: dimensions with more turns are not scaled
         attention_factor: yarn, longrope: factor on cos and sin; 0: the paper's, from factor

@@ -56,8 +56,8 @@ class Tokenizer:
 
     Attributes:
         kind: which library reads it; bytes: none, each byte is a token (257 with the end token)
-        path: model file; empty with sentencepiece: that of model.hub_checkpoint, else one is trained on the corpus and
-            cached
+        path: model file, or the folder it is in; empty with sentencepiece: that of model.hub_checkpoint, else one is
+            trained on the corpus and cached
         bos: documents of plain text begin with the tokenizer's BOS token, if it has one, as Gemma's and Llama's do;
             false: without it
         vocab_size: pieces of a SentencePiece model trained on the corpus; beside model.hub_checkpoint, any number but

@@ -129,11 +129,15 @@ class HealthMonitor:
             return report
         return replace(report, spikes=self.spikes.find(report))
 
-    def is_bad(self, report: StepReport) -> bool:
-        """Whether the optimizer must not see the step. Spikes that are trained on are logged."""
+    def is_bad(self, report: StepReport, step: int) -> bool:
+        """Whether the optimizer must not see the step. Spikes that are trained on are logged.
+
+        Args:
+            step: its number, from 1, for the log.
+        """
         spikes_are_bad = self.settings.on_spike == "handle"
         if report.spikes and not spikes_are_bad and dist.get_rank() == 0:
-            logger.warning("spike: %s", "; ".join(report.spikes))
+            logger.warning("spike at step %d: %s", step, "; ".join(report.spikes))
         return bool(report.findings or (report.spikes and spikes_are_bad))
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torchtitan_cp.config import Config, ConfigError
 
 MAX_SHOWN = 5
+DIGEST = "sha256:"  # begins a fact that says nothing to a reader; it is shown as a number
 
 
 def check_same_job(config: Config, sources: Iterable[Path]) -> None:
@@ -26,8 +27,8 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
         ConfigError: as `check_agreement`.
     """
     versions = {"the code": code_version(sources), "Python": platform.python_version(), "torch": torch.__version__}
-    facts = flatten(dataclasses.asdict(config)) | versions
-    check_agreement("config, code or versions", {name: repr(fact) for name, fact in facts.items()})
+    settings = {name: repr(value) for name, value in flatten(dataclasses.asdict(config)).items()}
+    check_agreement("config, code or versions", settings | versions)
 
 
 def check_agreement(where: str, facts: Mapping[str, object]) -> None:
@@ -35,7 +36,8 @@ def check_agreement(where: str, facts: Mapping[str, object]) -> None:
 
     Args:
         where: what the ranks differ in, for the message.
-        facts: by name. Each is compared over the ranks that have a fact of this name.
+        facts: by name. Each is compared over the ranks that have a fact of this name. One that begins with DIGEST is
+            not shown.
 
     Raises:
         ConfigError: on every rank, naming what differs and the ranks that have each value, the fewest first.
@@ -51,7 +53,10 @@ def check_agreement(where: str, facts: Mapping[str, object]) -> None:
                 ranks_by_value[rank_facts[name]].append(rank)
         if len(ranks_by_value) > 1:
             groups = sorted(ranks_by_value.items(), key=lambda group: len(group[1]))
-            values = ", ".join(f"{_name_ranks(ranks, hosts)} {value}" for value, ranks in groups)
+            values = ", ".join(
+                f"{_name_ranks(ranks, hosts)} {f'version {number}' if value.startswith(DIGEST) else value}"
+                for number, (value, ranks) in enumerate(groups, 1)
+            )
             differences.append(f"{name}: {values}")
     if differences:
         more = f"; and {len(differences) - MAX_SHOWN} more" if len(differences) > MAX_SHOWN else ""
@@ -70,12 +75,12 @@ def _name_ranks(ranks: list[int], hosts: list[str]) -> str:
 
 
 def code_version(sources: Iterable[Path]) -> str:
-    """A short digest of the names and contents of Python files, wherever they are installed."""
+    """A digest of the names and contents of Python files, wherever they are installed."""
     digest = hashlib.sha256()
     for source in sources:
         for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
             digest.update(f"{file.relative_to(source.parent)}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    return DIGEST + digest.hexdigest()
 
 
 def flatten(value: object, name: str = "") -> dict[str, object]:

@@ -24,7 +24,7 @@ from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.corpus.cache import CacheBuilder, CacheLocations, PreparedCorpus, open_cache, prepare
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_cp.data.errors import PreparationStoppedError
-from torchtitan_cp.runtime.consistency import check_agreement
+from torchtitan_cp.runtime.consistency import DIGEST, check_agreement
 from torchtitan_cp.runtime.nodes import is_first_of_node, node_name, nodes_not_sharing
 from torchtitan_cp.training.registry import start_folder
 
@@ -105,7 +105,7 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
     if store.check(["stopped"]):
         raise result if stopped else PreparationStoppedError("stopped while another node prepared the corpus")
     corpus = open_cache(result, config.data, config.tokenizer)
-    check_agreement("the tokens of data.path and data.cache_folder", {"fingerprint": corpus.fingerprint})
+    check_agreement("the tokens of data.path and data.cache_folder", {"tokens": f"{DIGEST}{corpus.fingerprint}"})
     return corpus
 
 

@@ -360,10 +360,28 @@ def hub_folder(model: Model, pattern: str = "config.json") -> Path:
         _downloads[name, pattern] = folder = Path(hub.snapshot_download(name, allow_patterns=patterns))
         return folder
     except Exception as error:  # the network, the server and the cache have their own
-        raise ConfigError(
-            f"model.hub_checkpoint: there is no folder {name}, and downloading it failed: {error}",
-            fix="give a folder with config.json and *.safetensors, or a name on the hub",
-        ) from None
+        raise _download_error(name, error) from None
+
+
+def _download_error(name: str, error: Exception) -> ConfigError:
+    """Why a name on the hub has no files here, by the types of huggingface_hub.errors."""
+    kinds, [reason, *_] = [kind.__name__ for kind in type(error).__mro__], str(error.__cause__ or error).splitlines()
+    here = f"model.hub_checkpoint: there is no folder {name}"
+    if "GatedRepoError" in kinds:
+        return ConfigError(
+            f"{here}, and on the hub it is given only to those who accept its conditions ({reason})",
+            fix=f"accept them on the page of {name}, and log in by `hf auth login`",
+        )
+    if "RepositoryNotFoundError" in kinds:
+        return ConfigError(
+            f"{here}, and the hub has none of this name for this user ({reason})",
+            fix="correct the folder or the name, or log in by `hf auth login` if it is private",
+        )
+    return ConfigError(
+        f"{here}, and downloading it from the hub failed: {reason}",
+        fix=f"give a folder with config.json and *.safetensors; on a machine that reaches the hub, "
+        f"`hf download {name} --local-dir FOLDER` makes one",
+    )
 
 
 def is_on_hub(model: Model) -> bool:

@@ -17,7 +17,7 @@ from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.sections import Stage, Tokenizer
 from torchtitan_cp.curriculum import ResolvedStage, check_head_dim, resolve_stages
-from torchtitan_cp.data.corpus.tokenizer_files import find_tokenizers
+from torchtitan_cp.data.corpus.tokenizer_files import find_tokenizers, name_tokenizer_file
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
 from torchtitan_cp.parallel.checks import check_expert_parallel, check_tensor_parallel
@@ -146,7 +146,7 @@ def with_defaults(config: Config) -> Config:
 
 def _with_hub_tokenizer(config: Config) -> Tokenizer:
     """The checkpoint's own tokenizer, if [tokenizer] names no other and asks for none of another size."""
-    settings, start = config.tokenizer, registry.start_folder(config.model)
+    settings, start = name_tokenizer_file(config.tokenizer), registry.start_folder(config.model)
     if start is None or settings != Tokenizer(bos=settings.bos):
         return settings
     found = [replace(settings, kind=kind, path=str(file)) for kind, file in find_tokenizers(start).items()]

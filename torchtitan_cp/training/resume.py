@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts
@@ -10,6 +11,7 @@ from torchtitan_cp.checkpoint.hub_rope import rope_changes
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, load_config
+from torchtitan_cp.config.check import shortened_warmups
 from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.json_types import JsonObject
 from torchtitan_cp.config.run_folder import RUN_CONFIG
@@ -103,6 +105,9 @@ def resume(
     Raises:
         ConfigError: the checkpoint is of another model or other data.
     """
+    warn = logger.warning if model.world.rank == 0 else logger.debug
+    for line in shortened_warmups(model.config, stages):
+        warn(line)
     if saved is None:
         if model.config.model.hub_checkpoint and model.config.model.load_weights:
             _start_from_hub(model, stages)
@@ -110,8 +115,9 @@ def resume(
             log_rope_notes(model.config, stages, model.args)
         return fresh
     path, saved_progress = saved
-    check_identity(saved_progress.identity, fresh.identity, path)
-    warn = logger.warning if model.world.rank == 0 else logger.debug
+    settings_file = path.parents[1] / RUN_CONFIG
+    why = partial(_describe_data_changes, settings_file, model.config)
+    check_identity(saved_progress.identity, fresh.identity, path, data_changes=why)
     was, now = _data_order(saved_progress), _data_order(fresh)
     if changed := _changes(was, now):
         warn("%s: the data order changes from here, and some text may be read twice", ", ".join(changed))
@@ -119,7 +125,7 @@ def resume(
     progress = saved_progress.under_config_of(fresh)
     logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
     if model.world.rank == 0:
-        _log_changed_settings(path.parents[1] / RUN_CONFIG, model.config)
+        _log_changed_settings(settings_file, model.config)
     stage = stages[progress.stage]
     number = f"stage {stage.index + 1}"
     if progress.stage_step > stage.steps:
@@ -155,14 +161,32 @@ def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
 def _log_changed_settings(file: Path, config: Config) -> None:
     """Log which settings differ from those of the run's last start, which are in this file."""
     try:
-        last_config = load_config(file)
-    except ConfigError as error:  # the file is gone, or another version of this program wrote it
+        changed = _changed_settings(file, config)
+    except ConfigError as error:
         return logger.info("the settings of the last start are unknown: %s", error.message)
-    was, now = (flatten(dataclasses.asdict(settings)) for settings in (last_config, config))
-    # Keys of a table that only one of the two has, such as a stage or a rope, are left out.
-    changed = _changes({name: was[name] for name in was if name in now and name != "job.dump_folder"}, now)
     if changed:
         logger.info("resumed with other settings: %s", "; ".join(changed))
+
+
+def _changed_settings(file: Path, config: Config) -> list[str]:
+    """The settings that differ from those in a file, as `name old -> new`.
+
+    Raises:
+        ConfigError: the file is gone, or another version of this program wrote it.
+    """
+    was, now = (flatten(dataclasses.asdict(settings)) for settings in (load_config(file), config))
+    # Keys of a table that only one of the two has, such as a stage or a rope, are left out.
+    return _changes({name: was[name] for name in was if name in now and name != "job.dump_folder"}, now)
+
+
+def _describe_data_changes(file: Path, config: Config) -> str:
+    """Which settings of the text differ from those in a file; if none does, that the text has changed."""
+    try:
+        changed = [line for line in _changed_settings(file, config) if line.startswith(("data.", "tokenizer."))]
+    except ConfigError as error:
+        return f"the settings of the last start are unknown ({error.message})"
+    same = "the settings are those of the last start, so the text or the tokenizer's file has changed"
+    return "; ".join(changed) or same
 
 
 def _data_order(progress: Progress) -> JsonObject:

@@ -309,7 +309,7 @@ class Trainer:
         self.recorder.start_step(stage, number, micro_batches)
         report = self.forward_backward(micro_batches)
         self.stopping, self.save_requested = report.stop, report.save
-        healthy = not self.step_runner.monitor.is_bad(report)
+        healthy = not self.step_runner.monitor.is_bad(report, number)
         if healthy:
             self._update(stage, report, lr)
             self.step_runner.healthy_batches = micro_batches if self.config.health.on_spike == "handle" else ()

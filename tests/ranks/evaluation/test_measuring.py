@@ -597,7 +597,7 @@ def test_the_program_refuses_text_that_is_not_the_runs(
     finally:
         file.write_text(text)
     assert code == 2
-    assert "was written with data by source {'late': " in said
+    assert "was written with other tokens of late than the config now gives\n" in said
 
 
 def test_the_program_says_in_one_line_what_is_wrong_with_its_input(

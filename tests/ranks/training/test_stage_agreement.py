@@ -54,9 +54,13 @@ def test_ranks_that_agree_train(ranks: Callable[[int], RankPool], tmp_path: Path
         ("seq_len", r"in stage 1: seq_len: rank 3 has 64, ranks 0, 1, 2 have 128\n"),
         (
             "layout",
-            r"in stage 1: the layout of the first batch of data-parallel rank 1: rank 2 has \w{8}, rank 3 has \w{8}\n",
+            "in stage 1: the layout of the first batch of data-parallel rank 1: rank 2 has version 1, "
+            "rank 3 has version 2\n",
         ),
-        ("documents", r"the documents of the first batch of data-parallel rank 1: rank 2 has \w{8}, rank 3 has \w{8}"),
+        (
+            "documents",
+            r"the documents of the first batch of data-parallel rank 1: rank 2 has version 1, rank 3 has version 2",
+        ),
     ],
 )
 def test_a_rank_that_differs_is_named_by_all_and_nobody_hangs(

@@ -9,8 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from torchtitan_cp.checkpoint.hub_rope import hub_rope, rope_parameters
+from torchtitan_cp.checkpoint.hub_rope import fill_rope, hub_rope, rope_parameters
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.load import build
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.curriculum import rope_frequencies
 
@@ -91,6 +92,22 @@ def test_a_rope_inside_a_text_config_is_scaled_from_the_length_beside_it() -> No
     text = {"rope_scaling": scaling, "max_position_embeddings": 8192, "original_max_position_embeddings": 4096}
     rope = hub_rope({"text_config": text})
     assert (rope.original_seq_len, rope.factor) == (4096, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "original"),
+    [
+        ({"max_position_embeddings": 32768}, 32768),
+        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"type": "linear", "factor": 4.0}}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_length_before_scaling_is_that_of_a_model_without_scaling(config: dict[str, Any], original: int) -> None:
+    rope = build(Rope, {"kind": "yarn", "factor": 4.0}, where="rope", file="")
+    assert fill_rope(rope, config).original_seq_len == original
+    rope = build(Rope, {"kind": "yarn", "factor": 4.0, "original_seq_len": 512}, where="rope", file="")
+    assert fill_rope(rope, config).original_seq_len == 512
 
 
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [1.5] * 8}

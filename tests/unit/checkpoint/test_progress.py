@@ -49,8 +49,18 @@ def test_a_progress_written_before_its_keys_were_renamed_is_read() -> None:
 def test_going_on_with_another_model_or_other_data_names_what_differs() -> None:
     check_identity({"data": "abc", "seed": 1}, {"data": "abc", "seed": 1}, Path("step-1"))
     check_identity({"data": "abc"}, {"data": "abc", "what only later versions write": 2}, Path("step-1"))
-    with pytest.raises(ConfigError, match=r"step-1 was written with data abc, and the config now gives xyz"):
+    with pytest.raises(ConfigError, match=r"step-1 was written with other tokens than the config now gives\n"):
         check_identity({"data": "abc"}, {"data": "xyz"}, Path("step-1"))
+    by_source = {"books": "abc", "code": "123"}
+    with pytest.raises(
+        ConfigError, match=r"with other tokens of code, web than the config now gives: data.path a -> b"
+    ):
+        check_identity(
+            {"data by source": by_source},
+            {"data by source": by_source | {"code": "456", "web": "789"}},
+            Path("step-1"),
+            data_changes=lambda: "data.path a -> b",
+        )
     was, now = {"dim": 8, "config": {"window": 64, "label": 1}}, {"dim": 8, "config": {"window": 32, "label": 1}}
     wanted = (
         r"written with model \{'config': \{'window': 64\}\}, and the config now gives \{'config': \{'window': 32\}\}"

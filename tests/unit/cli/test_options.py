@@ -16,24 +16,25 @@ from torchtitan_cp.data.corpus.store import append_to
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "why"),
     [
-        ["check", "x.toml", "--ranks", "0"],
-        ["doctor", "x.toml", "--length", "-5"],
-        ["plan", "x.toml", "--nodes", "0"],
-        ["plan", "x.toml", "--inter-bandwidth", "inf"],
-        ["evaluate", "run", "--depths", "0"],
-        ["evaluate", "run", "--lengths", "0"],
-        ["generate", "run", "--chat", "--temperature", "nan"],
-        ["generate", "run", "--chat", "--seed", f"{2**80}"],
+        (["check", "x.toml", "--ranks", "0"], "less than 1"),
+        (["doctor", "x.toml", "--length", "-5"], "less than 0"),
+        (["plan", "x.toml", "--nodes", "0"], "less than 1"),
+        (["plan", "x.toml", "--inter-bandwidth", "inf"], "not a number up to 2^62"),
+        (["evaluate", "run", "--depths", "0"], "less than 1"),
+        (["evaluate", "run", "--lengths", "0"], "less than 1"),
+        (["generate", "run", "--chat", "--temperature", "-1"], "less than 0"),
+        (["generate", "run", "--chat", "--temperature", "nan"], "not a number up to 2^62"),
+        (["generate", "run", "--chat", "--seed", f"{2**80}"], "not a number up to 2^62"),
     ],
 )
 def test_a_number_out_of_range_is_refused_by_its_option(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert f"argument {arguments[-2]}: {arguments[-1]} is not between " in capsys.readouterr().err
+    assert f"argument {arguments[-2]}: {arguments[-1]} is {why}" in capsys.readouterr().err
 
 
 def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from torchtitan_cp.runtime import launcher
     ("arguments", "said"),
     [
         (["--nnodes", "2"], "several nodes need --rdzv-endpoint"),
-        (["--nproc", "0"], "argument --nproc: 0 is not between 1 and 2^62"),
-        (["--verify-parity", "-4"], "argument --verify-parity: -4 is not between 0 and 2^62"),
+        (["--nproc", "0"], "argument --nproc: 0 is less than 1"),
+        (["--verify-parity", "-4"], "argument --verify-parity: -4 is less than 0"),
     ],
 )
 def test_what_makes_no_job_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

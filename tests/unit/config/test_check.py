@@ -24,6 +24,7 @@ from torchtitan_cp.config.training import (
 from torchtitan_cp.curriculum import resolve_stages
 
 STAGE = Stage(seq_len=1024, steps=10, global_batch_tokens=8192)
+GATED = dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0, "max_tokens": 9.0})
 
 
 def config_with(*stages: Stage, **sections: object) -> Config:
@@ -131,31 +132,31 @@ def test_a_stage_that_cannot_run_is_refused_with_what_could(stage: Stage, ranks:
     [
         (
             (STAGE, STAGE),
-            "lr_scheduler.warmup_steps = 21 exceeds the 20 steps of this schedule\n  fix: use at most 20",
-        ),
-        ((dataclasses.replace(STAGE, steps=0, tokens=20 * 8192 - 5),), "exceeds the 20 steps of this schedule"),
-        (
-            (STAGE, dataclasses.replace(STAGE, steps=40, lr=StageLR())),
-            "lr_scheduler.warmup_steps = 21 exceeds the 10 steps of this schedule",
+            ["lr_scheduler.warmup_steps = 21 exceeds the 20 steps of this schedule: the warm-up is shortened to 20"],
         ),
         (
-            (STAGE, dataclasses.replace(STAGE, steps=40, lr=StageLR(warmup_steps=41)), STAGE, STAGE),
-            "curriculum.stages[1].lr.warmup_steps = 41 exceeds the 40 steps of this schedule",
+            (dataclasses.replace(STAGE, steps=0, tokens=20 * 8192 - 5),),
+            ["lr_scheduler.warmup_steps = 21 exceeds the 20 steps of this schedule: the warm-up is shortened to 20"],
         ),
+        (
+            (STAGE, dataclasses.replace(STAGE, steps=40, lr=StageLR(warmup_steps=41))),
+            [
+                "lr_scheduler.warmup_steps = 21 exceeds the 10 steps of this schedule: the warm-up is shortened to 10",
+                "curriculum.stages[1].lr.warmup_steps = 41 exceeds the 40 steps of this schedule: the warm-up is "
+                "shortened to 40",
+            ],
+        ),
+        ((STAGE, STAGE, STAGE), []),
+        ((STAGE, GATED), []),
+        ((dataclasses.replace(STAGE, lr=StageLR(warmup_steps=10)),), []),
     ],
 )
-def test_a_warm_up_beyond_its_steps_is_refused(stages: tuple[Stage, ...], wanted: str) -> None:
-    assert wanted in refuse(config_with(*stages, lr_scheduler=LRScheduler(warmup_steps=21)), 1)
-
-
-def test_a_warm_up_that_fits_or_has_no_known_end_passes() -> None:
-    gated = dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0, "max_tokens": 9.0})
-    for stages, steps in (((STAGE, STAGE), 20), ((STAGE, gated), 99)):
-        check_config(
-            config_with(*stages, lr_scheduler=LRScheduler(warmup_steps=steps), evaluation=Evaluation(interval=5)), 1
-        )
-    own = dataclasses.replace(STAGE, lr=StageLR(warmup_steps=10))
-    check_config(config_with(own, lr_scheduler=LRScheduler(warmup_steps=99)), 1)
+def test_a_warm_up_beyond_its_steps_is_shortened_unless_its_end_is_unknown(
+    stages: tuple[Stage, ...], wanted: list[str]
+) -> None:
+    config = config_with(*stages, lr_scheduler=LRScheduler(warmup_steps=21), evaluation=Evaluation(interval=5))
+    check_config(config, 1)
+    assert rules.shortened_warmups(config, resolve_stages(config, 1)) == wanted
 
 
 def test_a_profile_of_a_rank_that_does_not_exist_is_refused() -> None:

@@ -176,6 +176,7 @@ def test_overrides_win_and_reach_into_stages(tmp_path: Path) -> None:
             "--curriculum.stages.0.rope.theta=5e5",
             "--model.overrides={n_layers = 2}",
             "--checkpoint.enable=false",
+            "--compile.enable=True",
             "--data.mixture.my-web=2",
         ],
     )
@@ -185,7 +186,26 @@ def test_overrides_win_and_reach_into_stages(tmp_path: Path) -> None:
     assert config.curriculum.stages[0].rope.theta == 5e5
     assert config.model.overrides == {"n_layers": 2}
     assert config.checkpoint.enable is False
+    assert config.compile.enable is True, "as Python writes it"
     assert config.data.mixture == {"my-web": 2.0}, "names of sources may hold '-'"
+
+
+@pytest.mark.parametrize(
+    ("end", "overrides", "wanted"),
+    [
+        ("tokens = 9000", ["--curriculum.stages[0].steps=2"], (2, 0, {})),
+        ("until = {validation_loss = 2, max_tokens = 9}", ["--curriculum.stages.0.steps=2"], (2, 0, {})),
+        ("steps = 9", ["--curriculum.stages[0].until={validation_loss = 2.5}"], (0, 0, {"validation_loss": 2.5})),
+        ("steps = 9", ["--curriculum.stages[0].steps=2", "--curriculum.stages[0].tokens=3"], (2, 3, {})),
+        ("steps = 9", ["--curriculum.stages[0].seq_len=2"], (9, 0, {})),
+    ],
+)
+def test_the_end_of_a_stage_on_the_command_line_replaces_that_of_the_file(
+    tmp_path: Path, end: str, overrides: list[str], wanted: tuple[int, int, dict[str, float]]
+) -> None:
+    """Two on the command line both count, and are refused later."""
+    stage = load_config(write(tmp_path, f"[[curriculum.stages]]\n{end}\n"), overrides).curriculum.stages[0]
+    assert (stage.steps, stage.tokens, stage.until) == wanted
 
 
 @pytest.mark.parametrize(

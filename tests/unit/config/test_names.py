@@ -7,7 +7,7 @@ from torchtitan_cp.attention.kernels import KERNELS
 from torchtitan_cp.attention.layouts import LAYOUTS
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.config import names
-from torchtitan_cp.config.names import format_tokens
+from torchtitan_cp.config.names import format_bytes, format_tokens
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,17 @@ from torchtitan_cp.config.names import format_tokens
 )
 def test_a_config_offers_what_attention_implements(offered: tuple[str, ...], registry: list[str]) -> None:
     assert sorted(offered) == sorted(registry)
+
+
+def test_sizes_are_written_in_the_unit_that_suits_them() -> None:
+    assert [format_bytes(size) for size in (0, 5000, 4_215_807, 1 << 30, 16_060_522_496, 1 << 50)] == [
+        "0 KiB",
+        "5 KiB",
+        "4.0 MiB",
+        "1.00 GiB",
+        "14.96 GiB",
+        "1,048,576.00 GiB",
+    ]
 
 
 def test_lengths_are_written_in_powers_of_two() -> None:

@@ -10,6 +10,7 @@ from tests.support.deep import deep_rows
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.cli.check import check_run
 from torchtitan_cp.config import Config, load_config
+from torchtitan_cp.config.check import check_config
 from torchtitan_cp.curriculum import ResolvedStage, resolve_stages
 
 FILES = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
@@ -62,6 +63,15 @@ def test_a_config_that_ships_passes_every_check_and_its_plans_cover_the_causal_m
     for stage in resolve_stages(config, ranks):
         assert stage.steps > 0
         assert planned_pairs(config, stage) == stage.seq_len * (stage.seq_len + 1) // 2
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_a_config_that_ships_can_be_tried_in_two_steps_of_its_first_stage(path: Path, tmp_path: Path) -> None:
+    """Whatever its warm-up, and whether its stages end by steps, tokens or a gate."""
+    config, ranks = load(path, tmp_path / "run", "--curriculum.stages[0].steps=2"), ranks_of(path)
+    stages = resolve_stages(config, ranks)
+    assert (stages[0].steps, stages[0].until) == (2, {})
+    check_config(config, stages, ranks)
 
 
 PUBLISHED = {

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -136,6 +137,15 @@ def test_spikes_are_looked_for_in_finite_steps_alone(
     zero, norms = torch.zeros(()), torch.zeros(5)
     report = monitor.check_step((torch.tensor(loss), zero, zero, zero), norms, 0, (False, False))
     assert (report.spikes, bool(report.findings)) == (spikes, not spikes)
+
+
+def test_a_spike_that_is_trained_on_is_logged_with_its_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(monitoring.dist, "get_rank", lambda: 0)
+    monitor = HealthMonitor(Health(), [Blocks()], 4, CPU)
+    assert not monitor.is_bad(replace(report(9.0), spikes=("loss 9.00 is 12 times the deviation above 2.00",)), 321)
+    assert caplog.messages == ["spike at step 321: loss 9.00 is 12 times the deviation above 2.00"]
 
 
 def report(loss: float, norm: float = 1.0, output: float = 5.0) -> StepReport:

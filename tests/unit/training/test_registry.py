@@ -12,10 +12,10 @@ from models import ARCHITECTURES
 from tests.support.hub_models import PLAIN, SHAPES, change_config, hub_problem, write_start
 from tests.support.huggingface_families import FAMILIES
 from torchtitan_cp.checkpoint.hub_rope import hub_rope
-from torchtitan_cp.config import load_config
+from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.sections import Model
-from torchtitan_cp.training.registry import model_args_of, register, start_config
+from torchtitan_cp.training.registry import hub_folder, model_args_of, register, start_config
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -26,6 +26,53 @@ def test_sizes_that_the_config_leaves_out_are_the_checkpoints(tmp_path: Path, fa
     # The same windows can be written in several ways.
     assert dataclasses.replace(read, windows=typed.windows) == typed
     assert read.mixers == typed.mixers
+
+
+class RepositoryNotFoundError(Exception):
+    """As huggingface_hub.errors names it."""
+
+
+class GatedRepoError(RepositoryNotFoundError):
+    """The same."""
+
+
+def unreachable() -> Exception:
+    """What huggingface_hub raises where there is no network: two lines, and the cause."""
+    error = FileNotFoundError("Got: ConnectError: [Errno -2] Name or service not known\nAn error happened while ...")
+    error.__cause__ = ConnectionError("[Errno -2] Name or service not known")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            unreachable(),
+            "and downloading it from the hub failed: [Errno -2] Name or service not known\n  fix: give a folder with "
+            "config.json and *.safetensors; on a machine that reaches the hub, `hf download someone/model --local-dir "
+            "FOLDER` makes one",
+        ),
+        (
+            RepositoryNotFoundError("401 Client Error.\nRepository Not Found for url ..."),
+            "and the hub has none of this name for this user (401 Client Error.)\n  fix: correct the folder or",
+        ),
+        (
+            GatedRepoError("403 Client Error."),
+            "and on the hub it is given only to those who accept its conditions (403 Client Error.)\n  fix: accept "
+            "them on the page of someone/model, and log in",
+        ),
+    ],
+)
+def test_a_name_on_the_hub_that_gives_no_files_is_one_line_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def download(name: str, allow_patterns: list[str]) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ConfigError) as caught:
+        hub_folder(Model(hub_checkpoint="someone/model"))
+    assert f"model.hub_checkpoint: there is no folder someone/model, {said}" in str(caught.value)
 
 
 def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) -> None:

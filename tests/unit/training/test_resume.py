@@ -34,10 +34,13 @@ def test_every_stage_that_changes_the_rotary_embedding_is_said(
         config=Config(model=Model(hub_checkpoint=str(tmp_path)), tokenizer=Tokenizer("bytes")),
         parts=[model],
         parameter_names=[name for name, _ in model.named_parameters()],
-        args=SimpleNamespace(rotary_dim=12, mixers=[SimpleNamespace(window=0)]),
+        args=SimpleNamespace(rotary_dim=12, mixers=[SimpleNamespace(window=0, n_heads=4)]),
         world=SimpleNamespace(rank=0),
     )
-    stages: Any = [SimpleNamespace(rope=rope, index=index, seq_len=128) for index, rope in enumerate(ropes)]
+    stages: Any = [
+        SimpleNamespace(rope=rope, index=index, seq_len=128, lr=None, steps=1, until={})
+        for index, rope in enumerate(ropes)
+    ]
     register(ARCHITECTURES)
     with caplog.at_level(logging.INFO, "torchtitan_cp.training"):
         assert resume(None, fresh := Progress(), stages, trained, None) is fresh  # type: ignore[arg-type]

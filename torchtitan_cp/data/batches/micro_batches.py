@@ -133,7 +133,7 @@ def batch_signature(batch_layout: BatchLayout, micro_batches: Sequence[MicroBatc
         ("documents", [plan.mask for plan in plans]),
         ("layout", [plan.layout for plan in plans]),
     ):
-        facts[f"the {name} {of}"] = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
+        facts[f"the {name} {of}"] = f"sha256:{hashlib.sha256(repr(values).encode()).hexdigest()}"
     return facts
 
 

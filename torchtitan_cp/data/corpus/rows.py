@@ -1,10 +1,12 @@
-"""Rows of JSON lines and of Hugging Face datasets: each is text, token ids or a conversation.
+"""Rows of JSON lines (or of one JSON array) and of Hugging Face datasets: each is text, token ids or a conversation.
 
 Rows that cannot be read are counted, logged and skipped. The package datasets is an extra.
 """
 
 import gzip
+import json
 import os
+import re
 import sys
 import zlib
 from codecs import BOM_UTF8
@@ -25,6 +27,8 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
+# What may stand in an array before a row, and after the last one.
+BETWEEN_ROWS, ARRAY_END = re.compile(r"\s*,?\s*"), re.compile(r"\s*\]\s*$")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
@@ -84,7 +88,7 @@ def _tokens(value: object, name: str) -> np.ndarray:
 
 
 def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
-    """The rows in the lines of a file. Lines before a damaged part of an archive are kept.
+    """The rows in the lines of a file, or of one JSON array. Those before a damaged part of an archive are kept.
 
     Raises:
         DataError: there is no memory to decompress a file; or as SkippedRecords.add_unreadable.
@@ -92,7 +96,12 @@ def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
     number = 0
     try:
         with open(file.path, "rb") as raw:
-            for number, line in enumerate(_lines(raw, file.path.suffix), start=1):
+            lines = _lines(raw, file.path.suffix)
+            for number, line in enumerate(lines, start=1):
+                if number == 1 and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):  # no row begins so
+                    array = b"".join([line.removeprefix(BOM_UTF8), *lines]).decode("utf-8", "surrogateescape")
+                    yield from _read_array(array, file, source, skipped)
+                    return
                 with skipped.skipping(f"{file.path}:{number}"):
                     # A file may begin with a byte order mark, and each of those that were joined into it.
                     if text := line.removeprefix(BOM_UTF8).decode("utf-8").strip():
@@ -108,6 +117,21 @@ def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
         skipped.add(kind, f"{file.path}:{number + 1} ({error})")
     except OSError as error:
         skipped.add_unreadable(error, file, number)
+
+
+def _read_array(text: str, file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
+    """The rows of a JSON array, one after the other; memory holds the text and one row."""
+    decoder, number, place = json.JSONDecoder(), 0, text.index("[") + 1
+    while not ARRAY_END.match(text, place):
+        number += 1
+        where = f"{file.path}:{number}"
+        try:
+            separator = BETWEEN_ROWS.match(text, place)
+            row, place = decoder.raw_decode(text, separator.end() if separator else place)
+        except (ValueError, RecursionError) as error:
+            return skipped.add("rest of a damaged JSON array", f"{where} ({error})")
+        with skipped.skipping(where):
+            yield read_row(row, number, file, file.size_bytes * place // len(text), source)
 
 
 def _lines(raw: BinaryIO, suffix: str) -> Iterator[bytes]:

@@ -1,12 +1,14 @@
 """What the JSON files beside a tokenizer say of its special and added tokens, read as transformers 5 reads them."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan_cp.config.json_types import Json, JsonObject
+from torchtitan_cp.config.sections import Tokenizer
 from torchtitan_cp.data.corpus.added_tokens import AddedToken
 from torchtitan_cp.data.errors import DataError
 
@@ -139,6 +141,30 @@ def find_tokenizers(folder: Path) -> dict[str, Path]:
     """The tokenizer's files in a checkpoint's folder by tokenizer.kind, the preferred one first."""
     files = {"huggingface": folder / JSON_FILE, "sentencepiece": folder / MODEL_FILE}
     return {kind: file for kind, file in files.items() if file.is_file()}
+
+
+def name_tokenizer_file(settings: Tokenizer) -> Tokenizer:
+    """`[tokenizer]` with a file as its path: one that is a folder becomes the file of that kind in it.
+
+    With the default kind, a folder without tokenizer.model has its tokenizer.json read.
+
+    Raises:
+        DataError: the folder has no such file.
+    """
+    folder = Path(os.path.expanduser(settings.path))
+    if settings.kind == "bytes" or not settings.path or not folder.is_dir():
+        return settings
+    files = find_tokenizers(folder)
+    kinds = [settings.kind] + ["huggingface"] * (settings.kind == Tokenizer().kind)
+    for kind in kinds:
+        if kind in files:
+            return replace(settings, kind=kind, path=str(files[kind]))
+    raise DataError(
+        f"tokenizer.path = {settings.path!r} is a folder without "
+        f"{JSON_FILE if settings.kind == 'huggingface' else f'{MODEL_FILE} and {JSON_FILE}'}",
+        fix="give the folder or the path of a tokenizer.model (kind = 'sentencepiece') or tokenizer.json "
+        "(kind = 'huggingface')",
+    )
 
 
 @contextmanager

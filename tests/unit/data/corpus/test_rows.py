@@ -227,6 +227,24 @@ def test_a_malformed_line_is_counted_named_and_skipped(tmp_path: Path, caplog: p
     assert skipped_records.counts.total() == 8
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_file_that_is_one_json_array_gives_its_entries(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, indent: int | None
+) -> None:
+    rows = [{"text": "first"}, {"content": "elsewhere"}, {"text": "\ud800"}, {"text": "last [1]"}]
+    content = BOM_UTF8 + json.dumps(rows, indent=indent).encode()
+    files = {"a.json": content, "b.jsonl": content, "c.jsonl.gz": gzip.compress(content), "d.json": content[:-9]}
+    path = write_files(tmp_path, files)
+    for name in ("a.json", "b.jsonl", "c.jsonl.gz"):
+        skipped_records = SkippedRecords()
+        assert texts(jsonl_data(path / name), skipped_records) == ["first", "last [1]"]
+        assert skipped_records.summary() == "1 x field 'text' with a lone surrogate, 1 x no field 'text'"
+    assert warnings(caplog)[0] == f"{path / 'a.json'}:2 (its fields: content): no field 'text'; skipped"
+    assert read(jsonl_data(path / "a.json"))[0].read_bytes < len(content) / 2
+    assert texts(jsonl_data(path / "d.json"), skipped_records) == ["first"]
+    assert "1 x rest of a damaged JSON array" in skipped_records.summary()
+
+
 def test_a_byte_order_mark_and_line_ends_of_windows_are_no_part_of_a_row(tmp_path: Path) -> None:
     content = BOM_UTF8 + b'{"text": "first"}\r\n{"text": "second"}\r\n'
     joined = content * 2  # as `cat` joins files

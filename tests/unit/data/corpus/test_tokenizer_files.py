@@ -15,6 +15,7 @@ from tests.support.chats import write_llama_model
 from tests.support.deep import deep_rows
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, load_tokenizer, other_pieces, template_variables
+from torchtitan_cp.data.corpus.tokenizer_files import name_tokenizer_file
 from torchtitan_cp.data.errors import DataError
 
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "image_token")
@@ -263,6 +264,30 @@ def test_a_file_gives_a_piece_another_name(tmp_path: Path, sources: dict[str, Pa
     assert 3 in ids
     assert ours.decode(ids) == "the re"
     assert ours.vocab_size == 400
+
+
+@pytest.mark.parametrize(
+    ("files", "kind", "found"),
+    [
+        (("tokenizer.model", "tokenizer.json"), "sentencepiece", "tokenizer.model"),
+        (("tokenizer.model", "tokenizer.json"), "huggingface", "tokenizer.json"),
+        (("tokenizer.json",), "sentencepiece", "tokenizer.json"),
+        (("tokenizer.model",), "huggingface", "a folder without tokenizer.json"),
+        ((), "sentencepiece", "a folder without tokenizer.model and tokenizer.json"),
+    ],
+)
+def test_a_folder_stands_for_the_file_in_it(tmp_path: Path, files: tuple[str, ...], kind: str, found: str) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    settings = TokenizerConfig(kind, str(tmp_path))
+    if " " in found:
+        with pytest.raises(DataError, match=rf"{found}\n  fix: give the folder or the path of"):
+            name_tokenizer_file(settings)
+        return
+    kinds = {"tokenizer.model": "sentencepiece", "tokenizer.json": "huggingface"}
+    assert name_tokenizer_file(settings) == TokenizerConfig(kinds[found], str(tmp_path / found))
+    given = TokenizerConfig(kind, str(tmp_path / "other.model"))
+    assert name_tokenizer_file(given) == given
 
 
 def test_vocabularies_are_compared_by_what_ids_mean(tmp_path: Path, sources: dict[str, Path]) -> None:
