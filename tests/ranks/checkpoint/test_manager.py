@@ -135,7 +135,7 @@ def test_a_save_holds_what_was_when_it_began_and_tells_how_long_training_stood_s
     assert unchanged
     assert len(lines) == 1
     assert "step-1: training paused 0." in lines[0]
-    seconds = float(lines[0].split(" bytes were on disk after ")[1].removesuffix(" s"))
+    seconds = float(lines[0].split(" KiB were on disk after ")[1].removesuffix(" s"))
     assert seconds < elapsed + 0.5
 
 
