@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import fields
 from functools import _lru_cache_wrapper, lru_cache
 from threading import RLock
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from torch import Tensor
 
@@ -28,9 +28,9 @@ class BoundedCache:
         entries: (value, bytes) by key, the least recently used first; held_bytes: the sum of the bytes.
     """
 
-    def __init__(self, budget_bytes: int, size_of: Callable[[Any], int] | None = None) -> None:
+    def __init__(self, budget_bytes: int, size_of: Callable[[object], int] | None = None) -> None:
         self.budget_bytes, self.size_of = budget_bytes, size_of or _tensor_bytes
-        self.entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self.entries: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
         self.held_bytes = 0
         # The main thread, a loader's and autograd's use it. Reentrant, as garbage collection may use it in between.
         self._lock = RLock()
@@ -42,7 +42,7 @@ class BoundedCache:
         with self._lock:
             if key in self.entries:
                 self.entries.move_to_end(key)
-                return self.entries[key][0]
+                return cast(T, self.entries[key][0])
         value = make()
         size = self.size_of(value)
         with self._lock:
@@ -61,7 +61,7 @@ def keep_newest(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
     taken_bytes = 0
 
     @lru_cache(KEPT_RESULTS)
-    def run(*arguments: Any, **named: Any) -> T:
+    def run(*arguments: Hashable, **named: Hashable) -> T:
         nonlocal taken_bytes
         result = function(*arguments, **named)
         size = host_bytes((result, *arguments))
@@ -85,7 +85,7 @@ def hashed_once(cls: type[T]) -> type[T]:
     return cls
 
 
-def host_bytes(value: Any, depth: int = 3) -> int:
+def host_bytes(value: object, depth: int = 3) -> int:
     """About how many bytes the tuples and lists in a value and in its attributes take, down to three levels."""
     if not isinstance(value, tuple | list):
         return sum([host_bytes(x, depth) for x in getattr(value, "__dict__", {}).values()])
@@ -95,7 +95,7 @@ def host_bytes(value: Any, depth: int = 3) -> int:
     return sum(host_bytes(x, depth - 1) for x in value if type(x) is not int) if depth > 1 else ENTRY_BYTES * len(value)
 
 
-def _tensor_bytes(value: Any) -> int:
+def _tensor_bytes(value: object) -> int:
     """Bytes of the tensors in a value: in tuples, and in attributes of objects such as a BlockMask."""
     if isinstance(value, Tensor):
         return value.nbytes

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,16 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torchtitan_cp.attention.errors import PlanError
 
 # Renamed in torch 2.13; 2.11 knows the old names only.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Result = TypeVar("Result")
 Shape = tuple[int, ...]
 Message = tuple[int, Tensor]  # the other rank, and the tensor that is sent to it or received from it
 
 BYTES_AHEAD = 1 << 30
-_ahead: deque[tuple[Any, int]] = deque()  # (CUDA event recorded after the wait for some messages, their bytes)
+# (CUDA event recorded after the wait for some messages, their bytes)
+_ahead: deque[tuple[torch.cuda.Event, int]] = deque()
 
 Watch = Callable[[], AbstractContextManager[None]]
 _watches: tuple[Watch, Watch] = (nullcontext, nullcontext)

@@ -1,24 +1,27 @@
 """Workarounds for limits of torch.compile, and of autograd inside operators."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 # The dispatch keys that are included and excluded by default, read here while modules are imported.
 _DEFAULT_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+P = ParamSpec("P")
+Result = TypeVar("Result")
 Class = TypeVar("Class", bound=type)
 _MODES = DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
 
 
-def with_autograd() -> Any:
+def with_autograd() -> AbstractContextManager[object]:
     """A context in which autograd and vmap work, which torch.library disables in its operators; modes stay active."""
     include, exclude = _DEFAULT_KEYS
     return torch._C._ForceDispatchKeyGuard(include | (torch._C._dispatch_tls_local_include_set() & _MODES), exclude)
 
 
-def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_whole(function: Callable[P, Result]) -> Callable[P, Result]:
     """Compile a function as one graph, and again for each new kind of call.
 
     By default torch stops after eight kinds. A block with three windows, in training and evaluation, at a fixed and at

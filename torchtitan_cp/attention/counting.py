@@ -1,8 +1,7 @@
 """Follows what a model counts within a shard, to where it would stand for positions: queries, keys and values."""
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,11 +29,13 @@ class CountTracker:
         self._data = WeakTensorKeyDictionary(dict.fromkeys(data, True))  # and what is computed from it
         self._counters = WeakTensorKeyDictionary()
 
-    def counter_of(self, tensors: Iterable[Any]) -> str:
+    def counter_of(self, tensors: Iterable[object]) -> str:
         """The function whose count one of these depends on; "": none does."""
         return next((self._counters[x] for x in _tensors(tensors) if x in self._counters), "")
 
-    def follow(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+    def follow(
+        self, func: Callable[..., object], args: Sequence[object], named: Mapping[str, object], out: object
+    ) -> None:
         """Take note of a function's call."""
         name, inputs = getattr(func, "__name__", ""), [*args, *named.values()]
         outputs = [*_tensors([args[0] if name == "__setitem__" else out])]
@@ -48,7 +49,7 @@ class CountTracker:
             if counter:
                 self._counters[x] = counter
 
-    def _counter(self, func: Any, name: str, inputs: list[Any], out: Tensor) -> str:
+    def _counter(self, func: Callable[..., object], name: str, inputs: list[object], out: Tensor) -> str:
         if func in _COUNTERS and self._counts_tokens(out):
             return name
         if not self._counters or _SHAPE_ONLY.match(name):
@@ -64,7 +65,7 @@ class CountTracker:
         return 0 < last == out.shape[-1] - 1 and bool((out[..., -1] - out[..., 0] == last).all())
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
     """The tensors among values, and in the lists and tuples among them."""
     for value in values:
         if isinstance(value, Tensor):

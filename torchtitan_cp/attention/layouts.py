@@ -4,7 +4,6 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import Any
 
 from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.documents import assign_documents
@@ -22,7 +21,7 @@ NODE_RANKS = 8
 ACCEPTED, ACCEPTED_OF_MANY, MANY = 1.06, 1.25, 8_000
 
 
-def contiguous(sequence_length: int, ranks: int, *_: Any) -> Layout:
+def contiguous(sequence_length: int, ranks: int, *_: object) -> Layout:
     """Give rank r the r-th of P equal chunks. Unbalanced under a causal mask.
 
     Raises:
@@ -32,7 +31,7 @@ def contiguous(sequence_length: int, ranks: int, *_: Any) -> Layout:
     return _of_chunks("contiguous", sequence_length // ranks, ([rank] for rank in range(ranks)))
 
 
-def zigzag(sequence_length: int, ranks: int, *_: Any) -> Layout:
+def zigzag(sequence_length: int, ranks: int, *_: object) -> Layout:
     """Give each rank one chunk from the head of the sequence and its mirror from the tail.
 
     Under a causal mask later queries see more keys, so a head chunk (cheap) pairs with a tail chunk
@@ -52,7 +51,7 @@ def zigzag(sequence_length: int, ranks: int, *_: Any) -> Layout:
     return _of_chunks("zigzag", tokens, ((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
 
 
-def balanced(sequence_length: int, ranks: int, mask: AttentionMask, *_: Any) -> Layout:
+def balanced(sequence_length: int, ranks: int, mask: AttentionMask, *_: object) -> Layout:
     """Cut finer, and assign the chunks so that every rank has the same area of the mask.
 
     Of 1, 2, 4 and 8 chunks a rank, take the number whose busiest rank has the least to do, where each further

@@ -4,7 +4,7 @@ Importing DTensor takes a second, which checking and planning a config should no
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,9 +18,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def shard_slices(tensor: Any) -> tuple[slice, ...]:
+def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Where this rank's shard lies in the full tensor, a slice per dim."""
-    if hasattr(tensor, "placements"):
+    if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
         return find_shard(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(0, size) for size in tensor.shape)
 

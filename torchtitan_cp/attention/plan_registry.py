@@ -5,7 +5,7 @@ its own forward.
 """
 
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,12 +14,15 @@ from torch import Tensor
 from torchtitan_cp.attention.caching import KEPT_BYTES, KEPT_RESULTS, BoundedCache, host_bytes
 from torchtitan_cp.attention.errors import PlanError
 
-_plans: WeakValueDictionary[int, Any] = WeakValueDictionary()
+if TYPE_CHECKING:
+    from torchtitan_cp.attention.plan import Plan
+
+_plans: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()
 _lock = RLock()  # a loader's thread registers plans too; reentrant, as garbage collection may remove one in between
 _kept = BoundedCache(KEPT_BYTES, lambda plan: max(KEPT_BYTES // KEPT_RESULTS, host_bytes((plan,))))
 
 
-def register_plan(plan: Any) -> tuple[Tensor, Any]:
+def register_plan(plan: "Plan") -> "tuple[Tensor, Plan]":
     """The number of a plan in this process, int64 on CPU, and the plan that is registered under it.
 
     Equal plans share a number, and the first of them is registered, for as long as it lives: the others must hold a
@@ -35,7 +38,7 @@ def register_plan(plan: Any) -> tuple[Tensor, Any]:
         return torch.tensor(number, device="cpu"), registered
 
 
-def find_plan(handle: Tensor) -> Any:
+def find_plan(handle: Tensor) -> "Plan":
     """The plan registered under a number.
 
     Raises:

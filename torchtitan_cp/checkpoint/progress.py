@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +75,9 @@ class Progress:
     stage_losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any]) -> "Progress":
+    def from_json(cls, saved: Mapping[str, object]) -> "Progress":
         """The progress that a checkpoint of this version, or of the one before, holds."""
-        values = {RENAMED_KEYS.get(key, key): value for key, value in dict(saved).items()}
+        values: dict[str, Any] = {RENAMED_KEYS.get(key, key): value for key, value in dict(saved).items()}
         if seconds := values.pop("seconds", None):
             values["trained_seconds"], values["evaluation_seconds"] = seconds
         return cls(**values)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -47,27 +47,45 @@ class CachedAttention:
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, caches: Iterator[KVCache], window: int, **options: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        caches: Iterator[KVCache],
+        window: int,
+        *,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
-        """Attention; options as of `attend`."""
-        cache, sinks = next(caches), options.get("sinks")
+        """Attention; the other arguments as of `attend`."""
+        cache = next(caches)
         if not cache:
-            out = attend(q, k, v, make_plan(q.shape[1], mask=AttentionMask().windowed(window)), **options)
+            plan = make_plan(q.shape[1], mask=AttentionMask().windowed(window))
+            out = attend(q, k, v, plan, scale=scale, sinks=sinks, softcap=softcap)
         else:
             assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
             k, v = (torch.cat(pair, 1)[:, -window:] for pair in zip(cache, (k, v), strict=True))  # -0 keeps all
-            scores = ScoreMod(options.get("scale") or q.shape[-1] ** -0.5, options.get("softcap", 0.0))
+            scores = ScoreMod(scale or q.shape[-1] ** -0.5, softcap)
             out, lse = reference.forward(q, k, v, Band(None, None), scores)
             out = out if sinks is None else out * torch.sigmoid(lse - sinks.float())[..., None].to(out.dtype)
         cache[:] = k[:, -window:], v[:, -window:]
         return out
 
-    def causal_conv(self, x: Tensor, weight: Tensor, caches: Iterator[KVCache], **options: Any) -> Tensor:
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        caches: Iterator[KVCache],
+        *,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
         """Like `attention.causal_conv`; the cache holds the last W - 1 rows."""
         cache, new = next(caches), x.shape[1]
         x = torch.cat([*cache, x], 1)
         cache[:] = [x[:, max(0, x.shape[1] - weight.shape[1] + 1) :]]
-        return causal_conv(x, weight, make_plan(x.shape[1]), **options)[:, -new:]
+        return causal_conv(x, weight, make_plan(x.shape[1]), bias, activation)[:, -new:]
 
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, caches: Iterator[KVCache], *, qk_l2norm: bool

@@ -7,17 +7,17 @@ import io
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
 
 from torchtitan_cp.config.errors import format_os_error
 
 LARGEST = 2**62  # torch takes integers of 64 bits
 
 
-def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
+def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
     """A `type` for argparse: a finite number that is not below `least`."""
 
-    def read(text: str) -> Any:
+    def read(text: str) -> float:
         value = kind(text)
         if value < least:
             raise argparse.ArgumentTypeError(f"{text} is less than {least}")
@@ -63,7 +63,7 @@ def report_os_errors(work: Callable[[], int]) -> int:
         return 1
 
 
-def import_without_gc(name: str) -> Any:
+def import_without_gc(name: str) -> ModuleType:
     """Import a module by name with garbage collection off, which saves a tenth of the time."""
     gc.disable()
     module = importlib.import_module(name)

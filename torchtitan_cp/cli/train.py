@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
 
 from torchtitan_cp.cli.options import at_least, import_without_gc, parse_with_overrides, report_os_errors
 from torchtitan_cp.config import UserError, format_error, load_config
@@ -39,7 +38,7 @@ def default_ranks() -> int:
     return int(importlib.import_module("torch").cuda.device_count()) or 2
 
 
-def load_launcher(check: list[str], stopped_code: int = 0) -> Any:
+def load_launcher(check: list[str], stopped_code: int = 0) -> ModuleType:
     """Import the module that starts ranks, which takes as long as torch, while another process checks the config.
 
     Args:

@@ -5,7 +5,7 @@ key of each tile, but its sides are compared with the keys of the longest tile. 
 mha_varlen_bwd of ATen's flash_api.cpp.
 """
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -38,11 +38,11 @@ def backward(
     return dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim]
 
 
-def _arguments(q: Tensor, k: Tensor, shape: Band | Packed) -> tuple[tuple[Any, ...], dict[str, int]]:
+def _arguments(q: Tensor, k: Tensor, shape: Band | Packed) -> tuple[tuple[Tensor | int | None, ...], dict[str, int]]:
     """The (lengths, window) of a single tile, whose rows have a batch dim, or of packed tiles."""
-    lengths: tuple[Any, ...] = (None, None, q.shape[1], k.shape[1])
+    lengths: tuple[Tensor | int | None, ...] = (None, None, q.shape[1], k.shape[1])
     if isinstance(shape, Packed):
-        lengths, (left, right) = shape[1:], shape.kind
+        lengths, (left, right) = shape[1:], cast(tuple[int, int], shape.kind)
     else:
         left, right = _window(q.shape[1], k.shape[1], shape)
     return lengths, {"window_size_left": left, "window_size_right": right}

@@ -15,7 +15,7 @@ Source: Dong et al., Flex Attention, 2024; torch.nn.attention.flex_attention.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +65,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Score
     )
     hidden = hidden[:, :, None]
     out = out.transpose(1, 2).masked_fill(hidden.unsqueeze(-1), 0.0)
-    return out, extra.lse.transpose(1, 2).float().masked_fill(hidden, float("-inf"))
+    return out, cast(Tensor, extra.lse).transpose(1, 2).float().masked_fill(hidden, float("-inf"))
 
 
 def _score_change(scores: ScoreMod) -> Callable[..., Tensor] | None:
@@ -75,9 +75,9 @@ def _score_change(scores: ScoreMod) -> Callable[..., Tensor] | None:
 
 
 @cache
-def _attention(on_cuda: bool) -> Callable[..., Any]:
+def _attention(on_cuda: bool) -> Callable[..., tuple[Tensor, flex.AuxOutput]]:
     """flex_attention; compiled on CUDA, where the fallback would hold every score."""
-    attention: Callable[..., Any] = flex.flex_attention
+    attention = cast(Callable[..., tuple[Tensor, flex.AuxOutput]], flex.flex_attention)
     return compile_whole(attention) if on_cuda else attention
 
 

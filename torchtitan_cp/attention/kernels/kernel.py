@@ -85,7 +85,7 @@ class Kernel:
     whole_steps: bool = False
     has_softcap: bool = False
     deterministic: bool = True
-    prepare: Callable[[tuple[Tile, ...], int, int, int], Any] | None = None
+    prepare: Callable[[tuple[Tile, ...], int, int, int], object] | None = None
 
     def refusal(self, case: Case) -> str | None:
         """Why it cannot run a case, or None."""
@@ -116,13 +116,13 @@ class Kernel:
         return plain
 
     @keep_newest
-    def calls(self, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
+    def calls(self, tiles: tuple[Tile, ...]) -> tuple[tuple[Hashable, tuple[Tile, ...]], ...]:
         """(kind, tiles) of each call; the tiles of a call ascend and share no row of queries or keys."""
         if self.whole_steps:
             return ((None, tiles),) if tiles else ()
-        groups: dict[Any, list[list[Tile]]] = {}
+        groups: dict[Hashable, list[list[Tile]]] = {}
         for number, tile in enumerate(self.plain_tiles(tiles)):
-            kind: Any = number  # a kind of its own
+            kind: Hashable = number  # a kind of its own
             if self.kind and not tile.flipped:
                 kind = self.kind(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
             same_kind = groups.setdefault(kind, [])

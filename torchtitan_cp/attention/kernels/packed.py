@@ -4,9 +4,10 @@ With packed documents a rank has a short tile for each document that it holds. T
 queries or keys are gathered once, computed in one call and merged once.
 """
 
+from collections.abc import Hashable
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Packed(NamedTuple):
         max_q, max_k: rows of the longest tile.
     """
 
-    kind: Any
+    kind: Hashable
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_q: int
@@ -38,7 +39,7 @@ class Packed(NamedTuple):
 _calls = BoundedCache(INDEX_BYTES)
 
 
-def pack(tiles: tuple[Tile, ...], kind: Any, like: Tensor) -> tuple[Rows, Rows, Packed]:
+def pack(tiles: tuple[Tile, ...], kind: Hashable, like: Tensor) -> tuple[Rows, Rows, Packed]:
     """(queries, keys, Packed) of tiles that ascend and share no row; a tile of all batch rows is repeated for each.
 
     Args:

@@ -8,11 +8,11 @@ identity and get no values. Names and semantics: `chunk_gated_delta_rule` and `c
 
 import importlib
 import logging
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,11 @@ from torchtitan_cp.attention.plan import Plan
 
 logger = logging.getLogger(__name__)
 
+Rule = Callable[..., tuple[Tensor, Tensor]]  # of the package
+
 
 @lru_cache(maxsize=1)
-def find_rules() -> tuple[Any, Any] | None:
+def find_rules() -> tuple[Rule, Rule] | None:
     """(its gated delta rule, its Kimi delta attention); None if the package is missing."""
     try:
         rules = [importlib.import_module(f"fla.ops.{name}") for name in ("gated_delta_rule", "kda")]
@@ -69,7 +71,7 @@ def is_available(inputs: Inputs, plan: Plan) -> bool:
 class FlashKernel:
     """Computes segments with fla's fused kernels: what kernel.TorchKernel does in torch, with the same methods."""
 
-    def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Any) -> None:
+    def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
         self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
         self.key_dim, self.segments = inputs.q.shape[-1], self._split_rows(local_segments(plan))
         (batch, _, heads, value_dim), dtype = inputs.v.shape, accumulation_dtype(inputs.q.dtype)
@@ -95,6 +97,7 @@ class FlashKernel:
     def gradient_inside(self, segment: DocumentSegment) -> Tensor:
         """The gradient of the state that enters a segment from its own outputs, by autograd: `[b, H, K, V]`."""
         segments = self._split_rows([segment])
+        assert self.dout is not None
         with with_autograd(), torch.enable_grad():
             start = self.zeros[segment.rows].requires_grad_()
             out, _ = self._run(self.inputs, segments, start)
@@ -106,6 +109,7 @@ class FlashKernel:
         Args:
             entering: states that enter the runs; leaving: gradients of those that leave them, `[runs, B, H, K, V]`.
         """
+        assert self.dout is not None
         with with_autograd(), torch.enable_grad():
             leaves = Inputs(*(x.detach().requires_grad_() for x in self.inputs))
             starts = self._states_of_segments([s.offset > 0 for s in self.segments], entering)

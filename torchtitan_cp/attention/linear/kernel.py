@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -185,7 +185,7 @@ def in_parts(
     """
     key_heads, copies = inputs.q.shape[2], inputs.v.shape[2] // inputs.q.shape[2]
     fused = rule != "scan" and flash_linear.is_available(inputs, plan)
-    kernel_class: Any = flash_linear.FlashKernel if fused else TorchKernel
+    kernel_class: type[flash_linear.FlashKernel | TorchKernel] = flash_linear.FlashKernel if fused else TorchKernel
     keys = key_heads if fused else max(1, PART * key_heads // max(1, inputs.v.numel()))
     values = keys * copies
     split = [x.split(keys if n < 2 else values, 2) for n, x in enumerate(inputs)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from torchtitan_cp.attention.collectives import Group
 from torchtitan_cp.attention.kernels import Kernel, ScoreMod
 from torchtitan_cp.attention.kernels.packed import Packed, pack
+from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import ALL, GradientSum, Rows, RunningSoftmax
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.tiles import Tile, rows_of
@@ -121,11 +122,11 @@ class _KernelCall(NamedTuple):
 
     queries: Rows
     keys: Rows
-    shape: Any
+    shape: Band | Packed | tuple[Tile, ...]
     scores: ScoreMod
     flipped: bool = False
 
-    def run_kernel(self, function: Callable[..., Any], *rows: Tensor) -> Any:
+    def run_kernel(self, function: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
         """Call a kernel's forward or backward: on reversed rows if flipped, without a batch dim if packed."""
         if self.flipped:
             return tuple(x.flip(1) for x in function(*(x.flip(1) for x in rows), self.shape, self.scores))

@@ -67,9 +67,10 @@ class SourceStatistics:
     skipped_records: dict[str, int]
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "SourceStatistics":
+    def from_json(cls, values: Mapping[str, object]) -> "SourceStatistics":
         """The inverse of dataclasses.asdict, by position: in older caches the last field has another name."""
-        train, validation, *counts = values.values()
+        fields: list[Any] = [*values.values()]
+        train, validation, *counts = fields
         return cls(LengthStatistics(**train), LengthStatistics(**validation), *counts)
 
     def left_out(self) -> str:
