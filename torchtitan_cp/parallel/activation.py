@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_cp.attention import OPERATORS
 from torchtitan_cp.parallel.offload import HostMemory, restore, storage_of
@@ -47,12 +47,20 @@ def checkpointed(
     return recomputed(forward, partial(_saving_contexts, partial(_is_kept, kind), host))
 
 
-def recomputed(forward: Callable[P, Result], contexts: Contexts = noop_context_fn) -> Callable[P, Result]:
+def recomputed(forward: Callable[P, Result], contexts: Contexts | None = None) -> Callable[P, Result]:
     """A forward that saves its inputs and what `contexts` selects (default: nothing), and runs again in backward."""
+    # torch.compile does not take torch's own default of context_fn.
+    options: dict[str, Contexts] = {"context_fn": contexts} if contexts else {}
 
     def run(*inputs: P.args, **named: P.kwargs) -> Result:
-        options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts, **named}
-        result: Result = checkpoint(forward, *inputs, **options)  # type: ignore[arg-type]
+        result: Result = checkpoint(  # its own types leave no keywords to the function
+            forward,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            **options,
+            **named,  # type: ignore[arg-type]
+        )
         return result
 
     return run

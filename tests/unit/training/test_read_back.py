@@ -24,7 +24,7 @@ from torchtitan_cp.config.sections import Model
 from torchtitan_cp.training.export import written_config
 from torchtitan_cp.training.model import set_rope
 from torchtitan_cp.training.read_back import TOLERANCE, check_rotaries, rotaries
-from torchtitan_cp.training.registry import NO_ATTENTION, args_from, config_for_hub, register
+from torchtitan_cp.training.registry import NO_ATTENTION, args_from, config_for_hub, register, sizes_of
 
 CPU = torch.device("cpu")
 HUGGING_FACE = Model(architecture="huggingface")
@@ -160,7 +160,7 @@ def test_an_export_of_our_own_architectures_has_the_frequencies_of_the_run(famil
     name, options = OURS[family]
     model = Model(architecture=name)
     debug = next(one for one in ARCHITECTURES if one.name == name).flavors["debug"]
-    args = args_from(model, {**vars(debug), "windows": [0], "vocab_size": 288, **options})
+    args = args_from(model, {**sizes_of(debug), "windows": [0], "vocab_size": 288, **options})
     tokens = {"bos_token_id": 1, "eos_token_id": 2}
     for number, kind in enumerate(kind for kind in ROPE_KINDS for _ in range(3)):
         drawn, _, seq_len = draw(kind, random.Random(number), args.rotary_dim)
