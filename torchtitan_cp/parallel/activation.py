@@ -51,17 +51,10 @@ def recomputed(forward: Callable[P, Result], contexts: Contexts | None = None) -
     """A forward that saves its inputs and what `contexts` selects (default: nothing), and runs again in backward."""
     # torch.compile does not take torch's own default of context_fn.
     options: dict[str, Contexts] = {"context_fn": contexts} if contexts else {}
+    rerun: Callable[..., Result] = checkpoint  # its own types leave no keywords to the forward
 
     def run(*inputs: P.args, **named: P.kwargs) -> Result:
-        result: Result = checkpoint(  # its own types leave no keywords to the function
-            forward,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            **options,
-            **named,  # type: ignore[arg-type]
-        )
-        return result
+        return rerun(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options, **named)
 
     return run
 
