@@ -100,6 +100,19 @@ def test_an_overflow_is_named_and_reproduced_offline_from_its_bundle(
     assert main([str(folder / "health" / "step-3")]) == 0
 
 
+@pytest.mark.deep
+def test_an_overflow_before_a_scan_of_a_library_is_reproduced_offline_from_its_bundle(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    scales = {"model.layers.0.mixer.in_proj.weight": 1e36}
+    said, _ = ranks(2)(overflowing_run, write_family(tmp_path, "Nemotron-H"), scales, "--parallel.cp=2")
+    bundle = Bundle.read(tmp_path / "run" / "health" / "step-3")
+    assert (bundle.report["module"], bundle.report["reproduces"]) == ("model.layers.0.mixer", True), said
+    event = replay(bundle, build)
+    assert event is not None
+    assert event.value == bundle.report["culprit"]["value"]
+
+
 def test_a_bundle_that_cannot_be_written_is_not_named(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
     folder = run_toml.parent / "unwritable"
     folder.mkdir()
