@@ -3,7 +3,7 @@
 mypy checks every architecture against it. Trainer and rooms know it by `torchtitan_cp/config/contract.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -343,6 +343,8 @@ class Hub:
             part. ValueError says what the files lack. With `load`, `config` also takes the trained length and
             `rope_parameters` (None: the model's own), and returns everything but the tokens.
         writer: with `load`: args -> (name, tensor, dtype) -> the hub's tensors; the tensor may be on the meta device.
+        kept: (args, hub names of a checkpoint) -> those that no parameter has, and that an export of a model trained
+            from it has unchanged.
     """
 
     names: Mapping[str, str]
@@ -350,6 +352,7 @@ class Hub:
     config: Callable[..., dict[str, object]]
     load: Callable[[nn.Module, Mapping[str, StoredTensor], ReadShard], None] | None = None
     writer: Callable[[ModelArgs], Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]] | None = None
+    kept: Callable[[ModelArgs, Iterable[str]], set[str]] = lambda args, hub_names: set()
 
 
 A = TypeVar("A", bound=ModelArgs)

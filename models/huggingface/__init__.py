@@ -27,6 +27,7 @@ HUB = Hub(
     config=_later("hub", "settings"),
     load=lambda part, stored, read: _later("hub", "load_weights")(part.causal, stored, read),
     writer=_later("hub", "writer"),
+    kept=lambda args, hub_names: _later("hub", "prediction_heads")(args.n_layers, hub_names),
 )
 
 ARCHITECTURE: "Architecture[HuggingFaceArgs]" = Architecture(

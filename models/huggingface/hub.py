@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from operator import add, le
 from typing import Any
@@ -127,20 +127,38 @@ class _Placement:
 
 
 def _check_unused(causal: PreTrainedModel, hub_names: list[str]) -> None:
-    """Ignore old buffers and heads that predict further tokens; refuse everything else that the model lacks.
-
-    A layer after the model's own that has an `eh_proj`, which joins a hidden state with an embedding, is such a head.
-    """
+    """Ignore old buffers and heads that predict further tokens; refuse everything else that the model lacks."""
     layers = causal.config.num_hidden_layers
     unused = [name for name in hub_names if not name.endswith("rotary_emb.inv_freq")]
-    ignored = "|".join([r"(^|\.)mtp\.", *(causal._keys_to_ignore_on_load_unexpected or [])])
-    numbers = {number for name in unused if ".eh_proj." in name for number in LAYER.findall(name)}
-    heads = {number for number in numbers if int(number) >= layers}
-    for name in unused:
-        if not re.search(ignored, name) and heads.isdisjoint(LAYER.findall(name)):
-            raise ValueError(f"has {name}, which the model of {layers} layers has no place for")
-    if unused:
-        logger.warning("%d stored tensors that this model does not use are left out, as %s", len(unused), unused[0])
+    heads = prediction_heads(layers, unused)
+    if others := [name for name in unused if name not in heads]:
+        ignored = "|".join(causal._keys_to_ignore_on_load_unexpected or ["(?!)"])
+        for name in others:
+            if not re.search(ignored, name):
+                raise ValueError(f"has {name}, which the model of {layers} layers has no place for")
+        logger.warning("%d stored tensors that this model does not use are left out, as %s", len(others), others[0])
+    if heads:
+        logger.warning(
+            "heads that predict further tokens are not trained (%d tensors, as %s): speculative decoding with them "
+            "accepts fewer tokens as the model changes. An export has them as they are in this checkpoint; to bring "
+            "them back, train them on it",
+            len(heads),
+            min(heads),
+        )
+
+
+def prediction_heads(layers: int, hub_names: Iterable[str]) -> set[str]:
+    """Those hub names that are of heads for multi-token prediction.
+
+    A layer after the model's own that has an `eh_proj`, which joins a hidden state with an embedding, is such a head.
+
+    Args:
+        layers: of the model.
+    """
+    names = list(hub_names)
+    numbers = {number for name in names if ".eh_proj." in name for number in LAYER.findall(name)}
+    after = {number for number in numbers if int(number) >= layers}
+    return {name for name in names if re.search(r"(^|\.)mtp\.", name) or not after.isdisjoint(LAYER.findall(name))}
 
 
 def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]:

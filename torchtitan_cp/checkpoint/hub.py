@@ -39,8 +39,8 @@ TEXT_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|model
 # The second number of a hub name, an expert's; the first is the layer's.
 ENTRY_NUMBER = re.compile(r"(\.\d+\..*)\.\d+\.")
 
-# safetensors' names of dtypes. Weights of other dtypes are quantized; buffers may be integers or booleans.
-UNQUANTIZED = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
+# Bytes of dtypes by safetensors' names. Weights of other dtypes are quantized; buffers may be integers or booleans.
+UNQUANTIZED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "BOOL": 1}
 
 
 @torch.no_grad()
@@ -133,23 +133,43 @@ def read_shard(stored: StoredTensor, start: Sequence[int], whole: Tensor, *, com
     return True
 
 
-def _open_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Hub name -> slice of a file. Of a multimodal model only the text model's, by the names of a text model."""
-    open_once = cache(_open)
+def open_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, StoredTensor]:
+    """Hub name -> slice of a file, of these tensors of a folder, or of all.
+
+    Raises:
+        ConfigError: there are no weights, or they cannot be read.
+    """
+    open_once, files = cache(_open), files_by_tensor(folder)
     stored, name = dict[str, StoredTensor](), ""
     try:
-        for name, file in files_by_tensor(folder).items():
-            stored[name] = open_once(folder / file).get_slice(name)
+        for name in files if names is None else names:
+            stored[name] = open_once(folder / files[name]).get_slice(name)
     except SafetensorError as error:
         raise _broken(folder, f"has no {name} in the file that its index names: {error}") from None
+    return stored
+
+
+def stored_bytes(tensor: StoredTensor) -> int:
+    """Bytes of a slice of a file."""
+    return math.prod(tensor.get_shape()) * UNQUANTIZED[tensor.get_dtype()]
+
+
+def _open_text_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Hub name -> slice of a file. Of a multimodal model only the text model's, by the names of a text model."""
+    stored = open_tensors(folder)
     if not any(map(TEXT_PREFIX.match, stored)):
         return stored
     text = dict[str, StoredTensor]()
     for name, tensor in stored.items():
-        text_name = TEXT_PREFIX.sub("model.", name).removeprefix("language_model.")
+        text_name = name_in_text_model(name)
         if text_name != name or name.startswith("lm_head."):
             text[text_name] = tensor
     return text
+
+
+def name_in_text_model(name: str) -> str:
+    """The name that a tensor of a multimodal checkpoint has in the text model."""
+    return TEXT_PREFIX.sub("model.", name).removeprefix("language_model.")
 
 
 def files_by_tensor(folder: Path) -> dict[str, str]:
@@ -244,7 +264,7 @@ def load_parts(
     Raises:
         ConfigError: the folder lacks tensors of this model, or has others.
     """
-    stored = _open_tensors(folder)
+    stored = _open_text_tensors(folder)
     try:
         for name, tensor in stored.items():
             if tensor.get_dtype() not in UNQUANTIZED:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchtitan_cp.checkpoint.hub import hub_names, save_hub_weights
+from torchtitan_cp.checkpoint.hub import (
+    WEIGHT_FILES,
+    files_by_tensor,
+    hub_names,
+    name_in_text_model,
+    open_tensors,
+    save_hub_weights,
+    stored_bytes,
+)
 from torchtitan_cp.checkpoint.hub_rope import rope_changes, rope_parameters
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.save import sync
@@ -33,6 +41,7 @@ from torchtitan_cp.training.read_back import check_rotaries, knows
 from torchtitan_cp.training.registry import (
     args_from,
     config_for_hub,
+    hub_folder,
     hub_of,
     model_args_of,
     sizes_of,
@@ -128,7 +137,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        _write_weights(saved, to_hub, unfinished, getattr(torch, dtype))
+        _write_weights(saved, to_hub, _kept_tensors(saved, args), unfinished, getattr(torch, dtype))
         _write_settings(saved, config, args, length, tokenizer, dtype, unfinished)
         _read_back(saved, args, unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
@@ -163,15 +172,36 @@ def _by_names(
     return {hub_name: (tensor if entry is None else tensor[entry]).to(dtype) for hub_name, entry in entries}
 
 
-def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dtype) -> None:
+def _kept_tensors(saved: SavedModel, args: ModelArgs) -> dict[str, Any]:
+    """Tensors of the checkpoint that the run started from which an export has unchanged; hub name -> slice of a file.
+
+    If its files are gone, a warning says so.
+    """
+    model = saved.config.model
+    if not (model.hub_checkpoint and model.load_weights):
+        return {}
+    try:
+        folder = hub_folder(model, WEIGHT_FILES)
+        names = hub_of(model).kept(args, files_by_tensor(folder))
+        kept = {name_in_text_model(name): tensor for name, tensor in open_tensors(folder, sorted(names)).items()}
+    except ConfigError as error:
+        logger.warning("heads that predict further tokens, if the run's start has any, are not exported: %s", error)
+        return {}
+    if kept:
+        logger.info("%d tensors of heads that predict further tokens are exported as they are in %s", len(kept), folder)
+    return kept
+
+
+def _write_weights(saved: SavedModel, to_hub: ToHub, kept: dict[str, Any], out: Path, dtype: torch.dtype) -> None:
     sources, sizes = dict[str, str](), dict[str, int]()
     for name, (size, saved_dtype) in saved.tensors.items():
         for hub_name, tensor in to_hub(name, torch.empty(size, dtype=saved_dtype, device="meta"), dtype).items():
             sources[hub_name], sizes[hub_name] = name, tensor.nbytes
+    sizes |= {name: stored_bytes(tensor) for name, tensor in kept.items()}
 
     def read(hub_names: list[str]) -> dict[str, Tensor]:
-        values = saved.read(list({sources[hub_name] for hub_name in hub_names}))
-        converted: dict[str, Tensor] = {}
+        values = saved.read(list({sources[hub_name] for hub_name in hub_names if hub_name in sources}))
+        converted: dict[str, Tensor] = {name: kept[name][:] for name in hub_names if name in kept}
         for name in list(values):
             tensors = to_hub(name, values.pop(name), dtype)
             # safetensors refuses tensors that share memory, as the entries of a stack do.

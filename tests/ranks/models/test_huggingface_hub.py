@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -194,6 +194,32 @@ def test_a_model_comes_from_transformers_and_goes_back_there_after_training(
         with torch.no_grad():
             assert close(back(rank.tokens).logits, rank.logits)
             assert not close(theirs(rank.tokens).logits, rank.logits), "it was trained"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_heads_that_predict_further_tokens_are_exported_as_they_were(
+    ranks: Callable[[int], RankPool], tmp_path: Path, is_there: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, file = write_start(tmp_path, FAMILIES["LFM2"]), tmp_path / "hub" / "model.safetensors"
+    for index in (tmp_path / "hub").glob("*.index.json"):
+        index.unlink()
+    files = list((tmp_path / "hub").glob("*.safetensors"))
+    heads = {"mtp.layers.0.eh_proj.weight": torch.rand(3, 4).half(), "mtp.norm.weight": torch.rand(5)}
+    stored = heads | {name: x for part in files for name, x in load_file(part).items()}
+    for part in files:
+        part.unlink()
+    save_file(stored, file, metadata={"format": "pt"})
+    ranks(2)(train, path, "--curriculum.stages[0].steps=1")
+    if not is_there:
+        file.unlink()
+    export(tmp_path / "run", tmp_path / "out", "bfloat16")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    if is_there:
+        assert all(torch.equal(exported[name], x) and exported[name].dtype == x.dtype for name, x in heads.items())
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    else:
+        assert exported.keys().isdisjoint(heads)
+        assert "heads that predict further tokens, if the run's start has any, are not exported" in caplog.text
 
 
 def test_fresh_weights_are_exported_with_the_end_of_the_runs_tokenizer_and_read_back_before_they_count(

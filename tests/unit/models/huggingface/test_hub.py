@@ -165,17 +165,22 @@ def test_a_tied_output_that_differs_is_refused_and_one_that_is_equal_is_taken(tm
         )
 
 
-def test_heads_of_further_tokens_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_heads_that_predict_further_tokens_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = FAMILIES["DeepSeek-V3"]
     eager_model(config).save_pretrained(tmp_path)
     more = {
         "model.layers.2.eh_proj.weight": torch.zeros(3),
         "model.layers.2.input_layernorm.weight": torch.zeros(3),
+        "mtp.norm.weight": torch.zeros(3),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
     }
     with caplog.at_level(logging.WARNING):
         load_weights(empty_model(config), edited(tmp_path, lambda x: x.update(more)), read_shard)
-    assert "2 stored tensors that this model does not use are left out, as model.layers.2.eh_proj" in caplog.text
+    assert "not trained (3 tensors, as model.layers.2.eh_proj.weight): speculative decoding" in caplog.text
+    assert "An export has them as they are in this checkpoint; to bring them back, train them on it" in caplog.text
+    assert "does not use" not in caplog.text
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
