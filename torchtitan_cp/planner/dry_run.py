@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import multiprocessing
-import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -13,15 +13,17 @@ from typing import NamedTuple
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
+from torch import Tensor
 
 from torchtitan_cp.attention import prepare_plan
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.names import format_bytes
 from torchtitan_cp.curriculum import ResolvedStage, resolve_stages
 from torchtitan_cp.data.batches.micro_batches import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.parallel.pipeline import Forward
 from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_flex, fake_job, real_tensors
 from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.runtime.device import Device, World
@@ -30,6 +32,7 @@ from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
 
 logger = logging.getLogger(__name__)
 
+LINE_SECONDS = 10.0  # between two lines about one step
 KINDS = ("weights", "gradients", "optimizer", WORKING)
 
 
@@ -85,11 +88,22 @@ class DryModel(ParallelModel):
         tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for shape in (rows, rows, rows[1:]))
         batch = MicroBatch(tokens, labels, positions, plans)
         batches = (batch,) * int(min(stage.micro_batches, self._repeats_after()))
+        self.forwards, self.all_forwards = 0, len(batches) * len(self.parts)
+        self.last_line, self.step_of = time.monotonic(), _numbered(stage)
         others = self._receive_buffers(batch, stage.micro_batches - len(batches))
         self.forward_backward(batches)
         self.update(lr=0.0, grad_norm=0.0)
         del others
         return StageWalk(stage, len(batches), self.tracker.peak, self.tracker.at_peak, Counter(self.tracker.messages))
+
+    def _train_part(
+        self, divisor: Tensor, loss_sum: Tensor, forward: Forward, hidden: Tensor | None, batch: MicroBatch
+    ) -> Tensor:
+        self.forwards += 1
+        if (now := time.monotonic()) - self.last_line > LINE_SECONDS:
+            self.last_line = now
+            logger.info("%s: forward %d of %d", self.step_of, self.forwards, self.all_forwards)
+        return super()._train_part(divisor, loss_sum, forward, hidden, batch)
 
     def _repeats_after(self) -> float:
         """Micro-batches after which the memory of a step repeats.
@@ -127,16 +141,15 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     run = resolve_run(with_shared_batches(config, ranks), ranks, sized_model_args(config))
     run = dataclasses.replace(run, config=run.config.with_keys(compile={"enable": False}, parallel={"async_tp": False}))
     processes = min(usable_cores(), len(run.stages))
+    logger.info("one step of each of %d stages as rank %d of %d, on fake tensors", len(run.stages), rank, ranks)
     with stage_walker(run, rank) as walk:
-        if processes == 1:
-            return [walk(stage) for stage in run.stages]
-        # Each forked process is the rank too. The bar starts a thread, so it comes after them.
         global _walk_stage
         _walk_stage = walk
+        if processes == 1:
+            return [_walk(stage) for stage in run.stages]
+        # Each forked process is the rank too.
         with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-            walks = pool.map(_walk, run.stages)
-            with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress:
-                return list(progress.track(walks, len(run.stages), description="stages walked"))
+            return list(pool.map(_walk, run.stages))
 
 
 def with_shared_batches(config: Config, ranks: int) -> Config:
@@ -184,8 +197,17 @@ _walk_stage: Callable[[ResolvedStage], StageWalk]
 
 
 def _walk(stage: ResolvedStage) -> StageWalk:
-    """Walk a stage in a process of a pool."""
-    return _walk_stage(stage)
+    """Walk a stage, maybe in a process of a pool, and log when it begins and ends."""
+    logger.info("%s: begins", _numbered(stage))
+    begun = time.monotonic()
+    walked = _walk_stage(stage)
+    seconds, peak = time.monotonic() - begun, format_bytes(walked.peak_bytes)
+    logger.info("%s: done in %.0f s, %s at the peak", _numbered(stage), seconds, peak)
+    return walked
+
+
+def _numbered(stage: ResolvedStage) -> str:
+    return f"stage {stage.index + 1} ({stage.name})"
 
 
 def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:

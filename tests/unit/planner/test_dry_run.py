@@ -1,5 +1,6 @@
 """The real step as one rank of many, without tensors: its memory and messages, and the memory formula beside it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,20 @@ def test_the_command_prints_memory_and_messages(tmp_path: Path, capsys: pytest.C
     assert "rank 3 of 4, GiB at the peak" in printed
     assert "messages of stage 128 in 1 of 1 micro-batches" in " ".join(printed.split())
     assert "reduce_scatter" in printed
+
+
+def test_a_dry_run_says_which_stage_it_walks_and_how_far_a_long_step_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run_module, "LINE_SECONDS", -1.0)
+    with caplog.at_level("INFO", "torchtitan_cp.planner"):
+        walked = walk(write_run(tmp_path), 2, "--curriculum.stages[0].global_batch_tokens=1024")
+    assert walked.micro_batches == 2
+    first, begins, *forwards, done = caplog.messages
+    assert first == "one step of each of 1 stages as rank 0 of 2, on fake tensors"
+    assert begins == "stage 1 (128): begins"
+    assert forwards == ["stage 1 (128): forward 1 of 2", "stage 1 (128): forward 2 of 2"]
+    assert re.fullmatch(r"stage 1 \(128\): done in \d+ s, [\d.]+ [KMG]iB at the peak", done)
 
 
 def test_a_step_too_small_for_the_ranks_is_walked_with_what_they_can_share_and_the_log_says_so(
