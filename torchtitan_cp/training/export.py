@@ -25,7 +25,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.save import sync
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.contract import HubConfig, ModelArgs
+from torchtitan_cp.config.contract import HubConfig, ModelArgs, StoredTensor
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.run_folder import CHECKPOINTS
@@ -172,7 +172,7 @@ def _by_names(
     return {hub_name: (tensor if entry is None else tensor[entry]).to(dtype) for hub_name, entry in entries}
 
 
-def _kept_tensors(saved: SavedModel, args: ModelArgs) -> dict[str, Any]:
+def _kept_tensors(saved: SavedModel, args: ModelArgs) -> dict[str, StoredTensor]:
     """Tensors of the checkpoint that the run started from which an export has unchanged; hub name -> slice of a file.
 
     If its files are gone, a warning says so.
@@ -192,7 +192,7 @@ def _kept_tensors(saved: SavedModel, args: ModelArgs) -> dict[str, Any]:
     return kept
 
 
-def _write_weights(saved: SavedModel, to_hub: ToHub, kept: dict[str, Any], out: Path, dtype: torch.dtype) -> None:
+def _write_weights(saved: SavedModel, to_hub: ToHub, kept: dict[str, StoredTensor], out: Path, dtype: torch.dtype) -> None:
     sources, sizes = dict[str, str](), dict[str, int]()
     for name, (size, saved_dtype) in saved.tensors.items():
         for hub_name, tensor in to_hub(name, torch.empty(size, dtype=saved_dtype, device="meta"), dtype).items():
