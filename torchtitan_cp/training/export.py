@@ -192,7 +192,9 @@ def _kept_tensors(saved: SavedModel, args: ModelArgs) -> dict[str, StoredTensor]
     return kept
 
 
-def _write_weights(saved: SavedModel, to_hub: ToHub, kept: dict[str, StoredTensor], out: Path, dtype: torch.dtype) -> None:
+def _write_weights(
+    saved: SavedModel, to_hub: ToHub, kept: dict[str, StoredTensor], out: Path, dtype: torch.dtype
+) -> None:
     sources, sizes = dict[str, str](), dict[str, int]()
     for name, (size, saved_dtype) in saved.tensors.items():
         for hub_name, tensor in to_hub(name, torch.empty(size, dtype=saved_dtype, device="meta"), dtype).items():
