@@ -449,7 +449,11 @@ def test_no_family_with_a_window_in_some_layers_takes_it_for_all(ranks: Callable
     mixed = [name for name, config in families.items() if "sliding_attention" in config.get("layer_types", ())]
     for found in ranks(2)(run_families, mixed, 36, (S,), MASK):
         assert len(found) > 15
-        assert all(MIXED in answer or answer == "no sdpa" for answer in found.values()), found
+        # A hybrid is refused for its convolution, which comes before attention.
+        refused = (MIXED, "mixes neighbouring tokens")
+        assert all(answer == "no sdpa" or any(reason in answer for reason in refused) for answer in found.values()), (
+            found
+        )
 
 
 def run_single_token_shards(mask: AttentionMask | None) -> str:
