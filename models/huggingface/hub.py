@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from models.architecture import HubConfig, ReadShard, StoredTensor
 from models.huggingface.args import HuggingFaceArgs, parse_config
 from models.huggingface.init import on_meta
 
@@ -32,7 +33,7 @@ READABLE_CHAINS = "MergeModulelist", "MergeModulelist, Concatenate", "Concatenat
 
 
 @torch.no_grad()
-def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any], read: Callable[..., bool]) -> None:
+def load_weights(causal: PreTrainedModel, stored: Mapping[str, StoredTensor], read: ReadShard) -> None:
     """Fill parameters and persistent buffers in place; each rank reads its own share.
 
     Args:
@@ -180,7 +181,7 @@ def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[s
     return to_hub
 
 
-def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def settings(args: HuggingFaceArgs, length: int = 0, rope: HubConfig | None = None) -> HubConfig:
     """A config.json.
 
     Args:
@@ -224,7 +225,7 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
     return dict(PreTrainedConfig._encode_special_floats(values))
 
 
-def _set_truncate(values: dict[str, Any], truncate: bool) -> None:
+def _set_truncate(values: HubConfig, truncate: bool) -> None:
     """Write yarn's `truncate` where transformers reads it if layers have different rotary embeddings: beside them.
 
     Raises:

@@ -111,11 +111,11 @@ class HuggingFaceModel(LanguageModel):
         """See Llama; there is no pipeline here, so all layers are kept."""
         assert (first, stop) == (0, len(self.layers))
 
-    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> Any:
+    def forward(self, tokens: Tensor, positions: Tensor, plans: object, head: Head | None = None) -> object:
         """See Llama."""
         balances = bool(self.args.balance and head and self.training)
 
-        def balanced_head(hidden: Tensor, output: nn.Linear) -> Any:
+        def balanced_head(hidden: Tensor, output: nn.Linear) -> object:
             assert head
             loss_sum = self.args.balance * self._balance_loss(len(tokens), plans)
             return head(self.add_loss(hidden, loss_sum), output)
@@ -128,7 +128,7 @@ class HuggingFaceModel(LanguageModel):
         self.shared.router_logits = None  # not to be added to when backward recomputes the layers
         return result if head else logits
 
-    def _keep_router_logits(self, router: nn.Module, inputs: Any, output: Any) -> None:
+    def _keep_router_logits(self, router: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         if self.shared.router_logits is not None:
             self.shared.router_logits.append(output[0] if isinstance(output, tuple) else output)
 

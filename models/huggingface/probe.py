@@ -57,9 +57,8 @@ class LayerInfo:
 
     Attributes:
         name: of its module, for example "model.layers.3".
-        parameters: number of all its parameters.
-        matrices: number of those in tensors of two or more dims.
-        active_matrices: number of those that a token uses; of experts, only the ones that it is sent to.
+        active_matrices: numbers in tensors of two or more dims that a token uses; of experts, only the ones that it is
+            sent to.
         active_mlp_matrices: number of those that are outside attention, convolution and recurrence.
         experts: name of the module that holds its experts; "": none.
         n_experts: X, or 0.
@@ -77,8 +76,6 @@ class LayerInfo:
     """
 
     name: str
-    parameters: int
-    matrices: int
     active_matrices: int
     active_mlp_matrices: int
     experts: str
@@ -96,18 +93,12 @@ class LayerInfo:
     sinks: bool = False
     rotary: str = ""
 
-    @property
-    def head_dim(self) -> int:
-        """The mean of Dqk and Dv, which determines work and messages."""
-        return (self.qk_dim + self.v_dim) // 2
-
 
 @dataclass(frozen=True)
 class ModelProbe:
     """A model.
 
     Attributes:
-        parameters: number of all parameters; tied ones count once.
         logit_scale, logit_softcap: a factor, then a soft cap (0: none), applied to the product of the output layer.
         learned_positions: positions change more than queries and keys.
         longest: rows of its table of learned positions; 0: it has none.
@@ -122,7 +113,6 @@ class ModelProbe:
     tie_embeddings: bool
     dim: int
     vocab_size: int
-    parameters: int
     logit_scale: float
     logit_softcap: float
     learned_positions: bool
@@ -180,7 +170,6 @@ class _Probe:
             if kind.endswith("_attention") and kind not in KINDS:
                 raise RefusedError(f"{label(layer, self.names)} is a layer of {kind}, which is unsupported")
         self.tied = self.output.weight is model.get_input_embeddings().weight
-        self.parameters = _count_parameters(model)
         of_layers = [parameter for layer in self.layers for parameter in layer.parameters()]
         self.shares_weights = len(of_layers) > len(set(of_layers))
         self.frequencies = {n: x for n, x in model.named_buffers() if re.search(r"(?<!original_)inv_freq$", n)}
@@ -233,7 +222,6 @@ class _Probe:
             tie_embeddings=self.tied,
             dim=self.output.weight.shape[1],
             vocab_size=len(self.ramp),
-            parameters=self.parameters,
             logit_scale=logit_scale,
             logit_softcap=logit_softcap,
             learned_positions=learned,
@@ -293,8 +281,6 @@ class _Probe:
         experts = next((part for part in layer.modules() if part in experts_per_token), None)
         return LayerInfo(
             name=self.names[layer],
-            parameters=_count_parameters(layer),
-            matrices=_count_matrices(layer, {}),
             active_matrices=active,
             active_mlp_matrices=active - sum(_count_matrices(mixer, experts_per_token) for mixer in mixers),
             experts=self.names[experts] if experts else "",
@@ -318,10 +304,6 @@ class _Probe:
 def _calls_within(layer: nn.Module, calls: list[Call]) -> list[Call]:
     modules = set(layer.modules())
     return [call for call in calls if call[0] in modules]
-
-
-def _count_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _count_matrices(module: nn.Module, experts_per_token: _ExpertsPerToken) -> int:

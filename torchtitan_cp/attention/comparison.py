@@ -88,8 +88,9 @@ def record_step(
         trace.loss = float(run.step(changed))
     trace.peak_bytes = peak_bytes()
     if gather:
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, (trace.loss, trace.peak_bytes, trace.error))
+        own = trace.loss, trace.peak_bytes, trace.error
+        by_rank = [own] * dist.get_world_size()
+        dist.all_gather_object(by_rank, own)
         losses, peaks, errors = zip(*by_rank, strict=True)
         trace.loss, trace.peak_bytes, trace.error = sum(losses), max(peaks), next(filter(None, errors), "")
         trace.events = gather(trace)

@@ -89,11 +89,11 @@ class _Recorder(TorchDispatchMode):
             self.trace.attending.add(layer)
         return func(*args, **(kwargs or {}))
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: object) -> None:
         if module in self.names:
             self.running.append(self.names[module])
 
-    def leave(self, module: nn.Module, args: Any, named: Any, out: Any) -> None:
+    def leave(self, module: nn.Module, args: tuple[object, ...], named: dict[str, object], out: object) -> None:
         if module in self.names:
             name = self.running.pop()
             if name in self.running:  # a head that calls the output layer
@@ -106,7 +106,7 @@ class _Recorder(TorchDispatchMode):
             self.note(name, f"out{kind}", out)
 
     @torch.no_grad()
-    def note(self, name: str, side: str, value: Any) -> None:
+    def note(self, name: str, side: str, value: object) -> None:
         tensors = (x.detach() for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point())
         x = next((x for x in tensors if x.ndim > 1), None)
         if x is None or (name, side) in self.trace.events:
@@ -153,9 +153,9 @@ def record_modules(
 
 def gather_modules(trace: ModuleTrace, plan: Plan, ranks: list[int]) -> dict[Quantity, Tensor]:
     """The events of whole sequences, from those of the ranks that share them. Collective over all ranks of the job."""
-    by_rank: list[Any] = [None] * dist.get_world_size()
+    by_rank = [trace.events] * dist.get_world_size()
     dist.all_gather_object(by_rank, trace.events)
-    shards: list[dict[Quantity, Tensor]] = [by_rank[rank] for rank in ranks]
+    shards = [by_rank[rank] for rank in ranks]
     # The plans of the model's calls say where tokens lie; with a wrong mask that may be another layout.
     plans = [call.plan for call in trace.calls.values() if call.plan.sequence_length == plan.sequence_length]
     order = torch.cat([[*plans, plan][0].layout.positions(rank) for rank in range(plan.ranks)]).argsort()

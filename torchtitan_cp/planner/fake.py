@@ -69,7 +69,7 @@ class FakeMode(FakeTensorMode):
             return _grouped_product(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def is_real(self, args: Any, kwargs: Any) -> bool:
+    def is_real(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
         """Whether an operation without fake tensors gives a real one: it has real tensors, or `real_tensors` is on."""
         return self.real_on_cpu or any(isinstance(x, Tensor) for x in tree_flatten((args, kwargs))[0])
 

@@ -2,12 +2,11 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -78,7 +77,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     return all(comparison.holds for comparison in comparisons)
 
 
-def _kind(stage: ResolvedStage) -> tuple[Any, ...]:
+def _kind(stage: ResolvedStage) -> tuple[object, ...]:
     """What a short step of the stage depends on."""
     layout = stage.tp, stage.pp, stage.cp, stage.strategy, stage.all_to_all_ranks
     return *layout, stage.data.document_mask, stage.data.restart_positions, stage.rope
@@ -126,8 +125,8 @@ def _record_attention(parts: Sequence[nn.Module], sequences: int) -> Iterator[Tr
     """Record the attention outputs of the next forward by module, `[B, S/cp, Hq, D]`, of its first B sequences."""
     trace = Trace()
 
-    def attend(name: str, own: Any, *arguments: Any, **options: Any) -> Tensor:
-        out: Tensor = own(*arguments, **options)
+    def attend(name: str, own: Callable[..., Tensor], *arguments: object, **options: object) -> Tensor:
+        out = own(*arguments, **options)
         trace.events.setdefault((name, OUTPUT), out.detach()[:sequences])
         return out
 

@@ -5,7 +5,7 @@ implementation, not ours on fewer ranks.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -139,7 +139,7 @@ class ShortStep:
         self,
         model: LanguageModel,
         attend: LayerAttention | PlainAttention,
-        native_attention: Callable[[Tensor], Any],
+        native_attention: Callable[[Tensor], AbstractContextManager[object]],
         samples: Samples,
     ) -> float:
         """The loss of the whole sequences; backward runs where gradients are enabled."""
@@ -191,7 +191,7 @@ def single_model(
     return model
 
 
-def gather(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
+def gather(trainer: Trainer, get: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
     """`get` of each parameter and buffer, gathered from all ranks, fp32 on the host. Collective."""
     parts = trainer.model.parts
     local = {name: get(x) for part in parts for name, x in (*part.named_parameters(), *part.named_buffers())}
@@ -205,6 +205,6 @@ def gather_pipeline(trainer: Trainer, tensors: dict[Name, Tensor]) -> dict[Name,
     """Tensors by name from all pipeline ranks. Collective."""
     if trainer.model.pipeline is None:
         return tensors
-    by_rank: list[Any] = [None] * trainer.model.pipeline.ranks
+    by_rank = [tensors] * trainer.model.pipeline.ranks
     dist.all_gather_object(by_rank, tensors, group=trainer.model.pipeline.group)
     return {name: x for part in by_rank for name, x in part.items()}

@@ -44,9 +44,9 @@ def test_logits_and_gradients_are_those_of_transformers(attend: Any) -> None:
     names = names_of(model)
     theirs.load_state_dict({names[name]: p.detach() for name, p in model.named_parameters()}, strict=False)
     tokens = torch.randint(0, ARGS.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-    plan: Any = {0: make_plan(TOKENS)} if isinstance(attend, LayerAttention) else torch.zeros_like(tokens)
+    plans: Any = {0: make_plan(TOKENS)} if isinstance(attend, LayerAttention) else torch.zeros_like(tokens)
     with Float64():
-        got, gradients = loss_and_gradients(model, model(tokens, torch.arange(TOKENS), plan), tokens)
+        got, gradients = loss_and_gradients(model, model(tokens, torch.arange(TOKENS), plans), tokens)
         want, their_gradients = loss_and_gradients(theirs, theirs(tokens).logits, tokens)
     assert (got - want).norm() < 1e-7 * want.norm()
     for name, gradient in gradients.items():
