@@ -24,8 +24,8 @@ class SourceKeys:
         revision: huggingface: commit or tag of a dataset by name; without it a change there goes unnoticed
         text_field: field (column) of a row that holds the text
         token_field: field (column) of a row that holds token ids of this tokenizer, instead of text_field
-        messages_field: field (column) of a row that holds a conversation, a list of {role, content}, instead of
-            text_field; the field `tools`, if there is one, holds the tools it may call
+        messages_field: field (column) of a row that holds a conversation, a list of {role, content} or {from, value},
+            instead of text_field; the field `tools`, if there is one, holds the tools it may call
         prompt_field: field (column) with a text or messages to answer; with completion_field. Answers among these
             messages are learned as loss_on says
         completion_field: field (column) with the answer

@@ -8,12 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
+from torchtitan_cp.data.corpus.roles import ROLES, known_roles, with_known_role
 from torchtitan_cp.data.corpus.store import read_json
 from torchtitan_cp.data.corpus.tokenizer import template_variables
 from torchtitan_cp.data.corpus.unwritten import check_is_written
@@ -26,7 +28,6 @@ SAMPLE_TOOLS: list[Json] = [
     {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
 ]
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 TODAY = datetime(2024, 7, 26)  # for every template, so that tokens depend on no day; the default of Llama 3.1's
 MAX_CHARACTERS = 10_000_000  # in a conversation, which is tokenized in one piece
 
@@ -253,29 +254,30 @@ def _fields_without_none(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_messages(messages: object) -> list[dict[str, Json]]:
-    """The messages of a conversation, once their roles, contents and weights are checked.
+    """The messages of a conversation, as {role, content}, once their roles, contents and weights are checked.
 
     Raises:
         BadRecordError: the first that is wrong.
     """
     if not isinstance(messages, list) or not messages:
         raise BadRecordError("no messages", f"{messages!r:.80}")
-    for number, message in enumerate(messages, start=1):
+    known: list[Any] = [with_known_role(message) for message in messages]
+    for number, message in enumerate(known, start=1):
         problem, hint = "", ""
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             has_role = isinstance(message, dict) and "role" in message
             problem = "unknown role" if has_role else "message without a role"
-            hint = f"; roles are {', '.join(ROLES)}"
+            hint = f"; {known_roles()}"
         elif not _is_content(message):
             problem = "content of a wrong type"
         elif message.get("weight") not in (None, 0, 1) or not isinstance(message.get("train"), bool | None):
             problem = "weight that is neither 0 nor 1"
         if problem:
             raise BadRecordError(problem, f"message {number}: {message!r:.80}{hint}")
-    characters = sum(len(text) for message in messages for text in _texts(message))
+    characters = sum(len(text) for message in known for text in _texts(message))
     if characters >= MAX_CHARACTERS:
         raise BadRecordError("conversation of 10 MB or more", f"{characters} characters")
-    return messages
+    return known
 
 
 def _is_content(message: Mapping[str, Json]) -> bool:

@@ -40,10 +40,20 @@ BAD = [
     ({"messages": []}, "no messages ([])"),
     ({"messages": "a"}, "no messages ('a')"),
     ({"messages": ["a", "b"]}, "message without a role (message 1: 'a'; roles are system, developer, user, "),
-    ({"messages": [{"from": "gpt", "value": "a"}]}, "message without a role (message 1: {'from': 'gpt', "),
+    ({"messages": [{"value": "a"}]}, "message without a role (message 1: {'value': 'a'}; roles are system, "),
     (
-        {"messages": [{"role": "gpt", "content": "a"}]},
-        "unknown role (message 1: {'role': 'gpt', 'content': 'a'}; roles are system, developer, user, ",
+        {"messages": [*turns("a"), {"from": "narrator", "value": "b"}]},
+        "unknown role (message 2: {'role': 'narrator', 'content': 'b'}; roles are system, developer, user, ",
+    ),
+    ({"messages": [{"role": "narrator", "content": "a"}]}, "unknown role (message 1: {'role': 'narrator', "),
+    ({"messages": [{"role": 3, "content": "a"}]}, "unknown role (message 1: {'role': 3, "),
+    (
+        {"messages": [*turns("a"), {"from": "function_call", "value": "add(2)"}]},
+        "function_call that is not the JSON of a call (Expecting value",
+    ),
+    (
+        {"messages": [*turns("a"), {"from": "function_call", "value": '{"a": 2}'}]},
+        """function_call that is not the JSON of a call ('{"a": 2}')""",
     ),
     ({"messages": [*turns("a"), {"role": "assistant"}]}, "content of a wrong type (message 2: "),
     (row("a", 3), "content of a wrong type (message 2: "),
@@ -87,6 +97,23 @@ def test_bad_rows_are_counted_named_by_file_and_line_and_skipped(
         2,
         2,
     )
+
+
+def test_rows_of_from_and_value_are_those_of_role_and_content(tmp_path: Path) -> None:
+    said = [("system", "s"), ("human", "a"), ("gpt", "b"), ("observation", "c"), ("model", "d")]
+    shared = [{"conversations": [{"from": name, "value": text} for name, text in said]}]
+    expected = "<system>s<user>a<assistant>[b$]<tool>c<assistant>[d$]"
+    assert read(data_of(tmp_path, shared, messages_field="conversations")) == [expected]
+    mixed = [{"from": "human", "value": "a"}, {"role": "gpt", "content": "b", "weight": 0}, *turns("c", "d")]
+    rows = [{"p": mixed[:3], "c": [{"from": "gpt", "value": "d"}]}]
+    (tmp_path / "prompts").mkdir()
+    data = data_of(tmp_path / "prompts", rows, prompt_field="p", completion_field="c")
+    assert read(data) == ["<user>a<assistant>b$<user>c<assistant>[d$]"]
+    parquet_folder = tmp_path / "parquet"
+    parquet_folder.mkdir()
+    parquet.write_table(pa.Table.from_pylist(shared), parquet_folder / "a.parquet")
+    data = data_of(tmp_path, messages_field="conversations", source="parquet", path=str(parquet_folder))
+    assert read(data) == [expected]
 
 
 def test_a_template_may_drop_a_switch_that_ends_every_question(tmp_path: Path) -> None:
