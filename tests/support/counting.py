@@ -7,7 +7,7 @@ import torch
 
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
-from torchtitan_cp.data.batches.samples import PackedSequence, Span
+from torchtitan_cp.data.batches.packed_stream import PackedSequence, Span
 
 SEQ_LEN = 32
 

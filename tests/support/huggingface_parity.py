@@ -24,7 +24,7 @@ from tests.support.huggingface_families import FAMILIES, eager_model
 from tests.support.runs import TINY, Packed, gradients_of, prepared, write_run
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.micro_batches import read_step
-from torchtitan_cp.data.batches.samples import PackedSequence
+from torchtitan_cp.data.batches.packed_stream import PackedSequence
 
 LOSS, GRADIENT = 5e-6, 5e-5
 

@@ -12,7 +12,7 @@ from models import ARCHITECTURES
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.micro_batches import MicroBatch, Samples, read_step
-from torchtitan_cp.data.batches.samples import PackedSequence
+from torchtitan_cp.data.batches.packed_stream import PackedSequence
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer

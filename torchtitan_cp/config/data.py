@@ -90,8 +90,9 @@ class Data(SourceKeys):
         mixture: weight of each source by name; default: by their tokens; a stage may set its own
         max_epochs: how often the run may read a source, by name; after that its weight goes to the others
         order: related keeps documents of one group (folder, repository) together
-        packing: concat cuts documents at sequence ends; best_fit keeps as many whole as fit; neither drops or pads.
-            Default: best_fit for a stage that reads conversations, else concat
+        packing: concat cuts documents at sequence ends; best_fit keeps as many whole as fit, and of conversations all
+            that fit a sequence, which may need padding. Default: best_fit for a stage that reads conversations, else
+            concat
         packing_window: best_fit: sequences packed at once
         document_mask: tokens attend to their own document only, and its last token predicts nothing. Default: true for
             a stage that reads conversations, else false
@@ -145,7 +146,11 @@ class StageData:
 
 @dataclass(frozen=True)
 class ResolvedStageData(StageData):
-    """StageData with [data] filled in where the stage says nothing."""
+    """StageData with [data] filled in where the stage says nothing.
+
+    Attributes:
+        conversations: the stage reads some.
+    """
 
     mixture: dict[str, float]
     packing: str
@@ -153,6 +158,7 @@ class ResolvedStageData(StageData):
     document_mask: bool
     restart_positions: bool
     max_epochs: dict[str, float] = field(default_factory=dict)
+    conversations: bool = False
 
 
 def check_sources(data: Data, has_tokenizer: bool) -> None:

@@ -11,6 +11,9 @@ from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.config.training import Activation
 
+# What best_fit does with conversations, in text_settings. Checkpoints from when it cut some have no such entry.
+CONVERSATIONS, KEPT_WHOLE, CUT = "conversations", "whole", "cut to fill sequences"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedStage(Stage):
@@ -76,4 +79,6 @@ class ResolvedStage(Stage):
         text = {name: getattr(self.data, name) for name in ("mixture", "max_epochs", "packing", "packing_window")}
         if self.data.packing == "best_fit":  # the last window ends with the stage
             text["steps"] = self.steps
+            if self.data.conversations:
+                text[CONVERSATIONS] = KEPT_WHOLE
         return {"seq_len": self.seq_len, "global_batch_tokens": self.global_batch_tokens, **text}

@@ -74,4 +74,4 @@ def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
         values[name] = default if values[name] is None else values[name]
     if values["restart_positions"] is None:
         values["restart_positions"] = chat and values["document_mask"]
-    return ResolvedStageData(**values, max_epochs=data.max_epochs)
+    return ResolvedStageData(**values, max_epochs=data.max_epochs, conversations=chat)

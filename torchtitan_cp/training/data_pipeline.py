@@ -200,10 +200,7 @@ class DataPipeline:
             notes.append(f"packed by {data.packing}, {whole:.0%} of the first window's documents whole")
         for name, packed in self.samples.packed.items():
             if packed.stream.store.has_masks:
-                conversations, cut, inside = packed.cuts()
-                notes.append(
-                    f"{name}: {cut:,} of {conversations:,} conversations cut, {inside:,} cuts inside a learned turn"
-                )
+                notes.append(f"{name}: {packed.cuts()}")
         notes += ["documents masked"] * data.document_mask
         notes += ["positions restart in each document"] * data.restart_positions
         short = f"{data.short_share:.0%} of the sequences cut to {data.short_seq_len:,} tokens"

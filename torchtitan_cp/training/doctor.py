@@ -12,7 +12,7 @@ from torchtitan_cp.attention.doctor import examine, raised_weights
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.micro_batches import Samples
-from torchtitan_cp.data.batches.samples import PackedSequence
+from torchtitan_cp.data.batches.packed_stream import PackedSequence
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.resolve import doctor_config

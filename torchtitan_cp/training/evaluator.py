@@ -17,7 +17,8 @@ from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, collate
-from torchtitan_cp.data.batches.samples import PackedSequence, Span, held_out_samples
+from torchtitan_cp.data.batches.packed_stream import PackedSequence, Span
+from torchtitan_cp.data.batches.samples import held_out_samples
 from torchtitan_cp.evaluation.held_out import Budget, evaluating, unigram_loss
 from torchtitan_cp.evaluation.prompts import Frame, Prompt, PromptWriter
 from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval

@@ -15,6 +15,7 @@ from torchtitan_cp.config.check import shortened_warmups
 from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.json_types import JsonObject
 from torchtitan_cp.config.run_folder import RUN_CONFIG
+from torchtitan_cp.config.stages import CONVERSATIONS, CUT
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.corpus.cache import PreparedCorpus
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
@@ -118,8 +119,7 @@ def resume(
     settings_file = path.parents[1] / RUN_CONFIG
     why = partial(_describe_data_changes, settings_file, model.config)
     check_identity(saved_progress.identity, fresh.identity, path, data_changes=why)
-    was, now = _data_order(saved_progress), _data_order(fresh)
-    if changed := _changes(was, now):
+    if changed := _changes(_data_order(saved_progress), _data_order(fresh)):
         warn("%s: the data order changes from here, and some text may be read twice", ", ".join(changed))
     checkpoints.load(path, model.parts, model.optimizers)
     progress = saved_progress.under_config_of(fresh)
@@ -137,7 +137,10 @@ def resume(
             if rope and new_rope:
                 changed = _changes(rope, new_rope)
             warn(f"{number} goes on with another rope: {', '.join(changed)}")
-        if changed := _changes(progress.text_settings, stage.text_settings):
+        was = progress.text_settings
+        if CONVERSATIONS in stage.text_settings:
+            was = {CONVERSATIONS: CUT} | was
+        if changed := _changes(was, stage.text_settings):
             changes = ", ".join(changed)
             warn(f"{number} reads its text differently from here on, and may skip some or read some twice: {changes}")
     if model.world.rank == 0:

@@ -12,7 +12,7 @@ from tests.support.doctor import diagnose, write_family
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import EXPERTS, TINY, write_run
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.data.batches.samples import PackedSequence, Span
+from torchtitan_cp.data.batches.packed_stream import PackedSequence, Span
 from torchtitan_cp.training.doctor import ProbeSamples
 
 WINDOWS = TINY.replace("ffn_dim = 96", "ffn_dim = 96, windows = [40, 0], sinks = true")

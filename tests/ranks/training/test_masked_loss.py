@@ -18,7 +18,8 @@ from tests.support.rank_pool import RankPool
 from tests.support.runs import full_gradients, prepared, train, write_conversations, write_run
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, Samples, assign_sequences, read_step
-from torchtitan_cp.data.batches.samples import PackedSequence, Span, held_out_samples
+from torchtitan_cp.data.batches.packed_stream import PackedSequence, Span
+from torchtitan_cp.data.batches.samples import held_out_samples
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.metrics.console_sink import ConsoleSink
 from torchtitan_cp.metrics.jsonl_sink import read_evaluations

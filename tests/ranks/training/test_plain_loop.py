@@ -17,7 +17,7 @@ from tests.support.runs import prepared, run_to_end
 from torchtitan_cp.cli import export
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.micro_batches import MicroBatch
-from torchtitan_cp.data.batches.samples import PackedSequence
+from torchtitan_cp.data.batches.packed_stream import PackedSequence
 
 PEAKS, THETAS, WEIGHT_DECAY, MAX_NORM = (3e-3, 1e-3), (1000.0, 50_000.0), 0.1, 0.5
 FIRST = f"seq_len = 128, steps = 4, global_batch_tokens = 256, cp = 1, rope = {{theta = {THETAS[0]}}}"

@@ -39,6 +39,17 @@ def test_the_steps_of_a_stage_decide_its_text_only_where_its_last_window_ends_wi
         assert resolve_stages(config, 4)[0].text_settings.get("steps") == steps
 
 
+def test_how_conversations_are_packed_is_a_setting_of_the_text_only_where_best_fit_reads_some() -> None:
+    chats = Data(source="jsonl", messages_field="messages")
+    for data, expected in (
+        (chats, "whole"),
+        (dataclasses.replace(chats, packing="concat"), None),
+        (Data(packing="best_fit"), None),
+    ):
+        stage = resolve_stages(Config(curriculum=Curriculum(STAGES), data=data), 4)[0]
+        assert stage.text_settings.get("conversations") == expected
+
+
 def test_a_stage_of_a_length_that_an_earlier_one_has_gets_a_name_of_its_own() -> None:
     stages = (STAGES[0], STAGES[1], STAGES[0], dataclasses.replace(STAGES[0], name="long"))
     names = [stage.name for stage in resolve_stages(Config(curriculum=Curriculum(stages)), 4)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention import AttentionMask, Plan, prepare_plan
 from torchtitan_cp.data.batches.balance import attention_work, balanced_order
-from torchtitan_cp.data.batches.samples import PackedSequence
+from torchtitan_cp.data.batches.packed_stream import PackedSequence
 
 
 class Samples(Protocol):

@@ -1,7 +1,9 @@
-"""How a window of text is packed into sequences of S tokens: nothing is dropped, nothing is padded.
+"""How a window of text is packed into sequences of S tokens: nothing is dropped.
 
 A window is W * S consecutive tokens of the stream, given as rows of (document, start, stop). A packing turns it into W
-sequences of S tokens and depends only on the window. This is integer arithmetic; no token is read.
+sequences of S tokens and depends only on the window. Plain text fills them. Conversations are kept whole: a window then
+takes as much from the front of the rows as fits, and the rest of a sequence is padding. This is integer arithmetic; no
+token is read.
 """
 
 from bisect import bisect_left, insort
@@ -24,6 +26,11 @@ class Window(NamedTuple):
 
     spans: np.ndarray
     first: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the stream the window holds."""
+        return int(_lengths(self.spans).sum())
 
 
 def concat(rows: np.ndarray, seq_len: int) -> Window:
@@ -64,6 +71,42 @@ def best_fit(rows: np.ndarray, seq_len: int) -> Window:
     packed = _window(spans, _by_longest(spans, sequence)[sequence], sequences)
     plain = concat(rows, seq_len)
     return packed if cut_rows(rows, packed).sum() <= cut_rows(rows, plain).sum() else plain
+
+
+def keep_whole(rows: np.ndarray, seq_len: int, document_lengths: np.ndarray) -> Window:
+    """Best-fit decreasing that cuts no document of up to S tokens, and leaves room in sequences instead.
+
+    It takes the most documents from the front of the rows that best fit decreasing has room for, as far as a few tries
+    find it, then one after another while one fits. Longer documents are cut as by `best_fit`.
+
+    Args:
+        rows: `[rows, 3]` int64, (document, start, stop) of W * S tokens in the order of the stream.
+        seq_len: S.
+        document_lengths: `[documents]` int64, of the store: the last row may end before its document does.
+
+    Returns:
+        W sequences, none empty. Their spans are the first `Window.tokens` tokens of the rows.
+    """
+    parts = _cut_long(_with_offsets(rows), seq_len)
+    document, start, stop, _ = parts[-1].tolist()
+    if stop < document_lengths[document] and stop - start < seq_len:
+        parts = parts[:-1]  # of a document that the next window begins with
+    lengths, sequences, count = _lengths(parts), int(_lengths(rows).sum()) // seq_len, len(parts)
+    ends = np.cumsum(lengths)
+    while True:
+        sequence, rooms = _best_fit_decreasing(lengths[:count], seq_len, sequences)
+        placed = int(lengths[:count][sequence >= 0].sum())
+        if placed == ends[count - 1]:
+            break
+        count = int(np.searchsorted(ends, placed, side="right"))
+    more = list[int]()
+    for length in lengths[count:].tolist():
+        found = _take_room(rooms, length)
+        if found < 0:
+            break
+        more.append(found)
+    spans, sequence = parts[: count + len(more)], np.append(sequence, np.array(more, dtype=np.int64))
+    return _window(spans, _by_longest(spans, sequence)[sequence], sequences)
 
 
 PACKINGS: dict[str, Callable[[np.ndarray, int], Window]] = {"concat": concat, "best_fit": best_fit}
@@ -118,7 +161,7 @@ def _best_fit_decreasing(lengths: np.ndarray, seq_len: int, sequences: int) -> t
     """Which sequence holds each part whole.
 
     Args:
-        lengths: `[parts]` int64, in 1..S, S * `sequences` in sum.
+        lengths: `[parts]` int64, in 1..S, at most S * `sequences` in sum.
         seq_len: S.
         sequences: W.
 
@@ -127,21 +170,26 @@ def _best_fit_decreasing(lengths: np.ndarray, seq_len: int, sequences: int) -> t
         are not full, least room first.
     """
     sequence_of = np.full(len(lengths), -1)
-    rooms: list[tuple[int, int]] = []
-    opened = 0
+    rooms = [(seq_len, sequence) for sequence in range(sequences)]
     order = np.argsort(-lengths, kind="stable")
     for part, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        index = bisect_left(rooms, (length, 0))
-        if index < len(rooms):
-            room, sequence = rooms.pop(index)
-        elif opened < sequences:
-            room, sequence, opened = seq_len, opened, opened + 1
-        else:
-            continue
-        sequence_of[part] = sequence
-        if room > length:
-            insort(rooms, (room - length, sequence))
+        sequence_of[part] = _take_room(rooms, length)
     return sequence_of, rooms
+
+
+def _take_room(rooms: list[tuple[int, int]], length: int) -> int:
+    """The sequence with the least room for this many tokens, which it then has no longer; -1 if none has room.
+
+    Args:
+        rooms: (room, sequence), least room first; changed in place.
+    """
+    index = bisect_left(rooms, (length, 0))
+    if index == len(rooms):
+        return -1
+    room, sequence = rooms.pop(index)
+    if room > length:
+        insort(rooms, (room - length, sequence))
+    return sequence
 
 
 def _fill(left: np.ndarray, rooms: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ from tests.support.texts import REPOSITORY
 from torchtitan_cp.data.batches import loader
 from torchtitan_cp.data.batches.loader import read_steps
 from torchtitan_cp.data.batches.micro_batches import MicroBatch, read_step
-from torchtitan_cp.data.batches.samples import PackedSequence
+from torchtitan_cp.data.batches.packed_stream import PackedSequence
 from torchtitan_cp.data.errors import DataError
 
 

@@ -14,7 +14,7 @@ from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config.data import ResolvedStageData
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, collate
-from torchtitan_cp.data.batches.samples import PackedSequence, PackedStream
+from torchtitan_cp.data.batches.packed_stream import PackedSequence, PackedStream
 from torchtitan_cp.data.batches.stream import TokenStream
 
 BEST_FIT = ResolvedStageData({}, "best_fit", packing_window=2, document_mask=True, restart_positions=True)
@@ -69,7 +69,11 @@ def test_labels_follow_from_the_masks_in_every_packing(masks: list[list[bool]], 
         sequence = stream.sequence(number)
         following = np.where(np.isin(sequence.tokens, ends), 0, sequence.tokens + 1)
         expected = np.where((following > 0) & learned[following], following, IGNORED)
-        assert sequence.labels.tolist() == expected.tolist()
+        text = sum(span.stop - span.start for span in sequence.spans)
+        assert sequence.labels[:text].tolist() == expected[:text].tolist()
+        assert (sequence.labels[text:] == IGNORED).all(), "padding is not learned"
+        assert not sequence.weights[text:].any()
+        assert (sequence.turns[text:] == -1).all()
         for (_, document, start, stop), offset in zip(sequence.spans, _offsets(sequence), strict=True):
             part = slice(offset, offset + stop - start)
             kept = sequence.labels[part] != IGNORED
@@ -98,8 +102,24 @@ def test_the_cuts_of_a_stage_are_counted() -> None:
     store = MemoryStore([len(mask) for mask in MASKS], masks=MASKS)
     stream = TokenStream(store, 64, seed=0, shuffle=False)
     # 0-7 | 8-13, 14-15 | 16, 0-6 | 7-13, 14 | ...: the first is cut between 7, not learned, and 8.
-    assert PackedStream(stream, 8, CONCAT, samples=2).cuts() == (3, 2, 0)
+    assert PackedStream(stream, 8, CONCAT, samples=2).cuts()[:3] == (3, 2, 0)
     # Cut after 3, between two tokens of an answer, and after 7, 11 (in a document learned whole) and 15.
-    assert PackedStream(stream, 4, CONCAT, samples=4).cuts() == (3, 3, 2)
-    assert PackedStream(stream, 17, BEST_FIT, samples=2).cuts() == (6, 0, 0)
-    assert PackedStream(stream, 8, BEST_FIT, samples=0).cuts() == (0, 0, 0)
+    assert PackedStream(stream, 4, CONCAT, samples=4).cuts()[:3] == (3, 3, 2)
+    assert PackedStream(stream, 17, BEST_FIT, samples=2).cuts() == (6, 0, 0, 0.0, 2.0)
+    assert PackedStream(stream, 8, BEST_FIT, samples=0).cuts() == (0, 0, 0, 0.0, 0.0)
+
+
+def test_best_fit_cuts_no_conversation_that_fits_and_says_how_much_is_padding_and_how_often_each_is_read() -> None:
+    store = MemoryStore([len(mask) for mask in MASKS], masks=MASKS)
+    stream = TokenStream(store, 64, seed=0, shuffle=False)
+    # 10 and 3 tokens of the first epoch and 4 of it in the next row; then 10 of the second one's, and so on.
+    found = PackedStream(stream, 13, BEST_FIT, samples=20).cuts()
+    assert (found.cut, found.inside_turns) == (0, 0)
+    text = sum(len(MASKS[number % 3]) for number in range(found.conversations))
+    assert found.padding == pytest.approx(1 - text / (20 * 13))
+    assert found.epochs == pytest.approx(text / 17)
+    said = f"0 of {found.conversations} conversations cut, 0 cuts inside a learned turn, {found.padding:.1%} padding "
+    assert str(found) == said + f"(each conversation is read {found.epochs:.1f} times)"
+    # The conversation of 10 tokens is longer than a sequence of 6, and only that is cut.
+    short = PackedStream(stream, 6, replace(BEST_FIT, packing_window=4), samples=20)
+    assert 0 < short.cuts().cut == sum(span.stop == 6 for n in range(20) for span in short.sequence(n).spans)

@@ -16,6 +16,7 @@ from torchtitan_cp.data.batches.windows import (
     best_fit,
     concat,
     cut_rows,
+    keep_whole,
 )
 
 lengths_and_sequence = st.tuples(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 40)).map(
@@ -116,6 +117,43 @@ def test_long_documents_do_not_come_first() -> None:
     longest = np.array([max(sequence) for sequence in lengths_of(best_fit(log_normal_rows(20_000, 8192), 8192))])
     correlation = np.corrcoef(np.argsort(np.argsort(longest)), np.arange(len(longest)))[0, 1]
     assert abs(correlation) < 3 / len(longest) ** 0.5
+
+
+@settings(deadline=None, max_examples=300)
+@given(drawn=lengths_and_sequence, missing=st.integers(0, 30))
+def test_keeping_whole_cuts_no_document_that_fits_and_takes_the_front_of_the_rows(drawn: Any, missing: int) -> None:
+    lengths, seq_len = drawn
+    rows = rows_of(lengths)
+    documents = np.array(lengths)
+    documents[rows[-1, 0]] += missing  # the rest of the last document lies behind the rows
+    window = keep_whole(rows, seq_len, documents)
+    filled = [sum(sequence) for sequence in lengths_of(window)]
+    assert len(filled) == sum(lengths) // seq_len
+    assert all(0 < tokens <= seq_len for tokens in filled)
+    ordered = window.spans[np.argsort(window.spans[:, 3])]
+    places = np.concatenate([np.arange(begin, begin + stop - start) for _, start, stop, begin in ordered])
+    assert places.tolist() == list(range(window.tokens)), "the front of the rows, each token once"
+    for document, start, stop, _ in window.spans.tolist():
+        whole = (start, stop) == (0, documents[document])
+        assert whole or documents[document] > seq_len
+        assert whole or stop - start == seq_len or stop == documents[document], "long ones as by best_fit"
+    if (waiting := rows[np.cumsum(rows[:, 2]) > window.tokens]).size and not missing:
+        document, start, stop = waiting[0].tolist()
+        begun = window.spans[window.spans[:, 0] == document][:, 2].max(initial=0)
+        assert min(seq_len, stop - begun) > seq_len - max(filled), "the next document fits into no sequence"
+
+
+def test_keeping_whole_leaves_little_room_among_short_documents() -> None:
+    lengths = np.maximum(np.random.default_rng(0).lognormal(5, 0.8, 4000).astype(np.int64), 1)
+    rows = rows_of([*lengths[np.cumsum(lengths) < 256 * 1024].tolist()])
+    rows = np.concatenate([rows, [[len(rows), 0, 256 * 1024 - int(rows[:, 2].sum())]]])
+    window = keep_whole(rows, 1024, np.append(rows[:-1, 2], 5000))
+    assert window.tokens > 0.995 * 256 * 1024
+    # Of documents of 600 tokens a sequence of 1,024 holds one.
+    window = keep_whole(rows_of([600] * 436 + [544]), 1024, np.array([600] * 436 + [600]))
+    assert window.tokens == 256 * 600
+    # The window's documents are those that come first, though later ones would fit better.
+    assert lengths_of(keep_whole(rows_of([6, 6, 6, 2]), 10, np.array([6, 6, 6, 4]))) == [[6], [6]]
 
 
 def test_the_config_names_the_packings_there_are() -> None:
