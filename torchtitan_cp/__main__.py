@@ -9,6 +9,7 @@ from torchtitan_cp.cli.options import import_without_gc
 COMMANDS = {
     "train": ("torchtitan_cp.cli.train", "train a config, on this node's ranks"),
     "check": ("torchtitan_cp.cli.check", "say whether a config would run, or what is wrong with it"),
+    "preview": ("torchtitan_cp.cli.preview", "print samples of a stage as the model gets them"),
     "plan": ("torchtitan_cp.cli.plan", "estimate memory, communication and time of a config on a cluster"),
     "doctor": ("torchtitan_cp.cli.doctor", "say whether context parallelism is safe for a config's model"),
     "evaluate": ("torchtitan_cp.cli.evaluate", "measure a checkpoint: losses, context gain, retrieval"),
