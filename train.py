@@ -21,7 +21,7 @@ from rich.console import Console
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.save import restore_replaced
-from torchtitan_cp.cli.options import at_least, escape_unprintable, parse_with_overrides
+from torchtitan_cp.cli.options import at_least, default_ranks, escape_unprintable, parse_with_overrides
 from torchtitan_cp.cli.train import add_comparison_arguments
 from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.errors import format_os_error
@@ -77,11 +77,16 @@ def main(arguments: list[str]) -> int:
         action="store_true",
         help="train nothing: one step of each stage as one rank of a job, without devices",
     )
-    parser.add_argument("--world-size", type=at_least(1), help="with --dry-run: ranks of the job (default 1)")
+    parser.add_argument(
+        "--ranks",
+        "--world-size",
+        type=at_least(1),
+        help="with --dry-run: of the job (default: what run_train.sh would use)",
+    )
     parser.add_argument("--rank", type=at_least(0), default=0, help="with --dry-run: rank to simulate")
     options, overrides = parse_with_overrides(parser, arguments)
-    if options.world_size is not None and not options.dry_run:
-        parser.error("--world-size needs --dry-run; set NPROC for the ranks of a node")
+    if options.ranks is not None and not options.dry_run:
+        parser.error("--ranks needs --dry-run here; run_train.sh and torchtitan-cp train start so many ranks")
     rank = int(os.environ.get("RANK", "0"))
     if options.dry_run or not os.environ.keys() >= set(PLACE):
         forget_rank()  # of another job, whose rank 0 would not say what is wrong here
@@ -93,7 +98,7 @@ def main(arguments: list[str]) -> int:
         if rank == 0:
             logging.getLogger("torchtitan_cp").setLevel(config.job.log_level.upper())
         if options.dry_run:
-            ranks = options.world_size or 1
+            ranks = options.ranks or default_ranks()
             print_walks(Console(markup=False), dry_run(config, ranks, options.rank), ranks, options.rank)
             return 0
         longest = max(config.job.startup_timeout_seconds, config.job.timeout_seconds, config.checkpoint.timeout_seconds)

@@ -139,11 +139,11 @@ def test_a_killed_rank_ends_the_job_by_name_within_a_minute_and_the_next_run_res
     assert steps == list(range(1, taken + 5))
 
 
-def test_a_world_size_without_a_dry_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_without_a_dry_run_are_the_launchers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        train.main(["--world-size", "8"])
+        train.main(["--ranks", "8"])
     assert caught.value.code == 2
-    assert "--world-size needs --dry-run" in capsys.readouterr().err
+    assert "--ranks needs --dry-run here; run_train.sh and torchtitan-cp train start" in capsys.readouterr().err
 
 
 def limits_of_preparing(path: Path) -> tuple[float, float]:

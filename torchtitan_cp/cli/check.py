@@ -3,8 +3,7 @@
 import logging
 
 from torchtitan_cp.cli.command import run_command
-from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides
-from torchtitan_cp.cli.train import default_ranks
+from torchtitan_cp.cli.options import add_rank_arguments, config_parser, parse_with_overrides, ranks_of
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.check import shortened_warmups
 from torchtitan_cp.runtime.device import find_device
@@ -19,17 +18,13 @@ logger = logging.getLogger(__name__)
 def main(arguments: list[str]) -> int:
     about = "Say whether a config would run on so many ranks, or what is wrong with it (exit code 2)."
     parser = config_parser("check", about)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--ranks", type=at_least(1), metavar="N", default=1, help="of the job, on all nodes (default 1)")
-    size.add_argument(
-        "--nodes", type=at_least(1), metavar="N", help="a rank per GPU of this machine (2 without) on each of N nodes"
-    )
+    add_rank_arguments(parser)
     parser.add_argument("--doctor", action="store_true", help="check the config as the doctor runs it")
     parser.add_argument("--parity", "--verify-parity", action="store_true", help="check it as that flag runs it")
     options, overrides = parse_with_overrides(parser, arguments)
 
     def check() -> int:
-        ranks = default_ranks() * options.nodes if options.nodes else options.ranks
+        ranks = ranks_of(options)
         config = load_config(options.config, overrides)
         config = doctor_config(config, ranks) if options.doctor else config
         print(f"{options.config}: {check_run(config, ranks, trains=not (options.doctor or options.parity))}")

@@ -11,11 +11,14 @@ def main(arguments: list[str]) -> int:
         "layers, probes, and a verdict with the layer and class at fault (exit code 5).",
     )
     parser.add_argument(
-        "--ranks", type=at_least(1), metavar="N", help="all share the sequence (default: one per GPU; 2 without)"
+        "--ranks",
+        type=at_least(1),
+        metavar="N",
+        help="of this node, which all share the sequence (default: what run_train.sh would use)",
     )
     parser.add_argument(
         "--length", type=at_least(0), metavar="LENGTH", default=0, help="tokens (default: 256, or past every window)"
     )
     options, overrides = parse_with_overrides(parser, arguments)
-    ranks = ["--nproc", str(options.ranks)] if options.ranks else []
+    ranks = ["--ranks", str(options.ranks)] if options.ranks else []
     return train.main([options.config, *ranks, "--doctor", str(options.length), *overrides])

@@ -37,6 +37,24 @@ def config_parser(command: str, about: str) -> argparse.ArgumentParser:
     return parser
 
 
+def default_ranks() -> int:
+    """What run_train.sh would use on this node: a rank for each GPU that torch sees, 2 without a GPU. Imports torch."""
+    return int(importlib.import_module("torch").cuda.device_count()) or 2
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser, default: str = "what run_train.sh would use") -> None:
+    """Add --ranks, --nodes and --gpus-per-node, for a command that is about a job and starts none."""
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--ranks", type=at_least(1), metavar="N", help=f"of the job, on all nodes (default: {default})")
+    size.add_argument("--nodes", type=at_least(1), metavar="N", help="nodes of the job, instead of --ranks")
+    parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="ranks of a node")
+
+
+def ranks_of(options: argparse.Namespace) -> int:
+    """Ranks of the job that `add_rank_arguments` describes."""
+    return options.ranks or (options.nodes or 1) * (options.gpus_per_node or default_ranks())
+
+
 def parse_with_overrides(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options and all other arguments.
 

@@ -7,15 +7,22 @@ from pathlib import Path
 from rich.console import Console
 
 from torchtitan_cp.cli.command import run_command
-from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides
+from torchtitan_cp.cli.options import (
+    add_rank_arguments,
+    at_least,
+    config_parser,
+    default_ranks,
+    parse_with_overrides,
+)
 from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
 from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
 from torchtitan_cp.planner.estimate import plan_config
-from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
+from torchtitan_cp.planner.measure import measure_accelerator
 from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.planner.report import print_estimates
 from torchtitan_cp.planner.search import search
+from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.resolve import with_defaults
 
 HERE = "here"
@@ -33,8 +40,7 @@ def main(arguments: list[str]) -> int:
         choices=[*ACCELERATORS, HERE],
         help="default h100-80g; here: this machine's, measured in a few seconds",
     )
-    parser.add_argument("--nodes", type=at_least(1), metavar="N", default=1, help="nodes of the job (default 1)")
-    parser.add_argument("--gpus-per-node", type=at_least(0), default=0, help="default: the device's usual node")
+    add_rank_arguments(parser, "a node of the device, with its usual number of GPUs; here: what run_train.sh would use")
     parser.add_argument(
         "--intra-bandwidth", type=at_least(0, float), default=0.0, help="GB/s a rank sends inside a node"
     )
@@ -75,9 +81,18 @@ def _plan(config: Config, options: argparse.Namespace) -> int:
 
 
 def _cluster_of(options: argparse.Namespace, config: Config) -> Cluster:
-    measured, ranks = None, options.gpus_per_node
-    if options.device == HERE:
-        ranks = ranks or ranks_here()
-        measured = measure_accelerator(config, sized_model_args(config), ranks)
+    here = options.device == HERE
+    usual = options.gpus_per_node or (default_ranks() if here else ACCELERATORS[options.device].ranks_per_node)
+    is_cpu = (find_device().device.type if here else options.device) == "cpu"
+    of_node = min(usual, options.ranks or usual)  # fewer ranks than a node has are a part of one
+    if is_cpu and options.ranks and not options.gpus_per_node:
+        of_node = options.ranks  # a CPU takes any number
+    nodes, left = divmod(options.ranks or of_node * (options.nodes or 1), of_node)
+    if left:
+        raise ConfigError(
+            f"--ranks {options.ranks} are no whole nodes of {of_node} ranks",
+            fix=f"use a multiple of {of_node}, or say what a node has: --gpus-per-node",
+        )
+    measured = measure_accelerator(config, sized_model_args(config), of_node) if here else None
     bandwidths = {"link_bandwidth": options.intra_bandwidth * 1e9, "network_bandwidth": options.inter_bandwidth * 1e9}
-    return make_cluster(options.device, options.nodes, measured, ranks_per_node=ranks, **bandwidths)
+    return make_cluster(options.device, nodes, measured, ranks_per_node=of_node, **bandwidths)

@@ -1,7 +1,6 @@
 """`torchtitan-cp train`, which run_train.sh calls, checks a config and then starts this node's ranks."""
 
 import argparse
-import importlib
 import os
 import signal
 import subprocess
@@ -9,13 +8,19 @@ import sys
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from torchtitan_cp.cli.options import at_least, import_without_gc, parse_with_overrides, report_os_errors
+from torchtitan_cp.cli.options import (
+    at_least,
+    default_ranks,
+    import_without_gc,
+    parse_with_overrides,
+    report_os_errors,
+)
 from torchtitan_cp.config import UserError, format_error, load_config
 from torchtitan_cp.config.load import OVERRIDE
 
 # It is beside this package, both in a checkout and when installed.
 TRAIN = Path(__file__).parents[2] / "train.py"
-DRY_RUN_OPTIONS = ("--world-size", "--rank")
+DRY_RUN_OPTIONS = ("--world-size", "--rank")  # besides --ranks
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -31,11 +36,6 @@ def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             flag, nargs="?", const=0, type=at_least(0), metavar="LENGTH", help=f"train nothing: {purpose}"
         )
-
-
-def default_ranks() -> int:
-    """One rank per GPU of this node that torch sees, 2 without a GPU. Imports torch."""
-    return int(importlib.import_module("torch").cuda.device_count()) or 2
 
 
 def load_launcher(check: list[str], stopped_code: int = 0) -> ModuleType:
@@ -77,13 +77,18 @@ def main(arguments: list[str]) -> int:
         prog="torchtitan-cp train",
         description="Check a config, then train it on this node's ranks.",
         epilog="All other arguments go to train.py: --section.key=value for any key of the config, "
-        "--dry-run [--world-size N] [--rank N]. Keys: python train.py --help",
+        "--dry-run [--rank N]. Keys: python train.py --help",
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file")
-    parser.add_argument(
-        "--nproc", type=at_least(1), metavar="N", help="ranks on this node (default: one per GPU; 2 without)"
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--ranks",
+        type=at_least(1),
+        metavar="N",
+        help="of the job, on all nodes (default: one per GPU of each; 2 a node without GPUs)",
     )
+    size.add_argument("--nproc", type=at_least(1), metavar="N", help="ranks on this node, instead of --ranks")
     parser.add_argument("--nnodes", type=at_least(1), metavar="N", default=1, help="nodes (default 1)")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of node 0, the same on every node, with --nnodes")
     parser.add_argument(
@@ -97,13 +102,16 @@ def main(arguments: list[str]) -> int:
     options, rest = parse_with_overrides(parser, arguments)
     if options.nnodes > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of node 0, the same on every node")
+    if options.ranks and options.ranks % options.nnodes:
+        parser.error(f"--ranks {options.ranks} cannot be shared evenly by --nnodes {options.nnodes}")
+    of_node = options.nproc or (options.ranks or 0) // options.nnodes  # 0: the default
     named = {entry.partition("=")[0] for entry in rest}
     if "--dry-run" not in rest and not named.isdisjoint(DRY_RUN_OPTIONS):
         parser.error(f"{' and '.join(DRY_RUN_OPTIONS)} need --dry-run")
     program = [str(TRAIN), options.config, *rest]
     if "--dry-run" in rest:
-        if options.nproc and "--world-size" not in named:
-            program += ["--world-size", str(options.nproc * options.nnodes)]
+        if "--world-size" not in named and (of_node or options.nnodes > 1):
+            program += ["--ranks", str((of_node or default_ranks()) * options.nnodes)]
         os.execv(sys.executable, [sys.executable, *program])
     try:
         config = load_config(options.config, [entry for entry in rest if OVERRIDE.fullmatch(entry)])
@@ -112,7 +120,7 @@ def main(arguments: list[str]) -> int:
         return 2
     # The check gives one clear message and exit code 2 before any rank starts.
     nodes = options.nnodes
-    ranks_of_job = ["--ranks", str(options.nproc * nodes)] if options.nproc else ["--nodes", str(nodes)]
+    ranks_of_job = ["--ranks", str(of_node * nodes)] if of_node else ["--nodes", str(nodes)]
     check = ["-m", "torchtitan_cp", "check", options.config, *ranks_of_job, *rest]
     for flag, length in (("--doctor", options.doctor), ("--verify-parity", options.verify_parity)):
         if length is not None:
@@ -121,7 +129,7 @@ def main(arguments: list[str]) -> int:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # varying lengths fragment a GPU's memory less this way
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     launcher = load_launcher([sys.executable, *check], options.stopped_exit_code)
-    ranks = options.nproc or default_ranks()
+    ranks = of_node or default_ranks()
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     endpoint = options.rdzv_endpoint if nodes > 1 else launcher.LOCALHOST

@@ -77,7 +77,7 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage, where: str) ->
     known = math.prod(degree for degree in degrees.values() if degree != -1)
     if ranks % known or (not open_axes and known != ranks):
         fits = f"start a multiple of {known} ranks" if open_axes else f"start {known} ranks"
-        fix = f"{fits} in the job (on one node: NPROC={known} ./run_train.sh), "
+        fix = f"{fits} in the job (./run_train.sh --ranks {known}), "
         fix += "or change a degree" if open_axes else "change a degree, or set one to -1"
         of_stage = ""
         if own:  # other stages may need another number

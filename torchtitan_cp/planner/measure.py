@@ -59,11 +59,6 @@ def measure_accelerator(config: Config, args: ModelArgs, ranks_per_node: int) ->
     )
 
 
-def ranks_here() -> int:
-    """Default number of ranks on this machine: one for each GPU, or two on a CPU."""
-    return torch.cuda.device_count() or ACCELERATORS["cpu"].ranks_per_node
-
-
 def _table_entry(device: Device) -> Accelerator:
     """This device in the planner's table."""
     for name, accelerator in ACCELERATORS.items():

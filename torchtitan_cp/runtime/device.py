@@ -116,7 +116,7 @@ def start_ranks(timeout_seconds: float) -> World:
         if ranks > gpus:
             raise ConfigError(
                 f"each rank needs a GPU of its own, and this node has {gpus} for {ranks} ranks",
-                fix=f"start {gpus} on it (NPROC={gpus}, or --nproc {gpus}), or use its CPU: CUDA_VISIBLE_DEVICES=''",
+                fix=f"start {gpus} on it (--nproc {gpus}, or NPROC={gpus}), or use its CPU: CUDA_VISIBLE_DEVICES=''",
             )
         torch.cuda.set_device(device.device)
     use_one_thread()

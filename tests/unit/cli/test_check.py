@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.huggingface_families import FAMILIES
+from tests.support.runs import write_run
 from tests.support.texts import REPOSITORY
 from torchtitan_cp.cli import check
+from torchtitan_cp.cli.options import default_ranks
 
 
 @pytest.mark.deep
@@ -19,6 +21,23 @@ def test_a_config_is_checked_and_planned_without_what_takes_a_second_to_import(c
     code = f"import sys, torchtitan_cp.cli.{command}; print('torch.distributed.tensor' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks"),
+    [
+        (["--ranks", "8"], 8),
+        (["--nodes", "2", "--gpus-per-node", "4"], 8),
+        (["--gpus-per-node", "4"], 4),
+        (["--nodes", "3"], 3 * default_ranks()),
+        ([], default_ranks()),
+    ],
+)
+def test_ranks_are_said_in_one_way_and_by_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: list[str], ranks: int
+) -> None:
+    assert check.main([str(write_run(tmp_path)), "--curriculum.stages[0].global_batch_tokens=3072", *size]) == 0
+    assert f"20 steps on {ranks} ranks" in capsys.readouterr().out
 
 
 def test_a_folder_models_in_the_current_directory_is_not_taken_for_ours(tmp_path: Path) -> None:
@@ -45,5 +64,5 @@ def test_a_rope_that_an_export_refuses_is_told_of_before_the_run(
         f'[tokenizer]\nkind = "bytes"\n[data]\nsource = "text"\npath = "{__file__}"\n'
         f"[[curriculum.stages]]\nseq_len = 128\nsteps = 2\nglobal_batch_tokens = 128\nrope = {rope}\n"
     )
-    assert check.main([str(config)]) == 0
+    assert check.main([str(config), "--ranks", "1"]) == 0
     assert ("curriculum.stages[0] trains, but cannot be exported" in caplog.text) == told

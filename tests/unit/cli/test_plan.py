@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.long_plans import LONG, ONE_GPU, alone
+from torchtitan_cp.cli import plan
 from torchtitan_cp.cli.plan import main
+from torchtitan_cp.planner.devices import Cluster
 
 
 def test_every_stage_of_the_long_recipe_is_estimated_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,6 +17,37 @@ def test_every_stage_of_the_long_recipe_is_estimated_and_fits(capsys: pytest.Cap
     assert "8,030,261,248 parameters" in printed
     assert len(re.findall(r"^ +stage +4K +16K +64K +256K +512K +1M *$", printed, re.MULTILINE)) == 4
     assert re.search(r"^ +strategy +ring +ring +all_to_all +hybrid +hybrid +hybrid *$", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "of"),
+    [
+        ([], (1, 8)),
+        (["--nodes", "2"], (2, 8)),
+        (["--ranks", "16"], (2, 8)),
+        (["--ranks", "4"], (1, 4)),
+        (["--ranks", "16", "--gpus-per-node", "4"], (4, 4)),
+        (["--nodes", "2", "--gpus-per-node", "4"], (2, 4)),
+        (["--device", "cpu"], (1, 2)),
+        (["--device", "cpu", "--ranks", "4"], (1, 4)),
+    ],
+)
+def test_a_number_of_ranks_is_whole_nodes_of_the_device_or_part_of_one(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], of: tuple[int, int]
+) -> None:
+    clusters = list[Cluster]()
+    monkeypatch.setattr(plan, "plan_config", lambda config, cluster: clusters.append(cluster) or [])
+    monkeypatch.setattr(plan, "print_estimates", lambda console, estimates: None)
+    assert main([LONG, *arguments]) == 0
+    assert (clusters[0].nodes, clusters[0].accelerator.ranks_per_node) == of
+
+
+def test_ranks_that_are_no_whole_nodes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LONG, "--ranks", "12"]) == 2
+    said = (
+        "--ranks 12 are no whole nodes of 8 ranks\n  fix: use a multiple of 8, or say what a node has: --gpus-per-node"
+    )
+    assert said in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_said_with_how_much_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from tests.support.runs import write_run
 from torchtitan_cp.__main__ import main
 from torchtitan_cp.cli import train as command
 from torchtitan_cp.cli.check import main as check_config
+from torchtitan_cp.cli.options import default_ranks
 from torchtitan_cp.config.run import Job
 from torchtitan_cp.runtime import launcher
 
@@ -60,12 +61,13 @@ def started(
     return check, job
 
 
+@pytest.mark.parametrize("size", [["--nproc", "8"], ["--ranks", "32"]])
 def test_a_node_of_several_checks_for_all_ranks_and_starts_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: list[str]
 ) -> None:
     config = str(write_run(tmp_path))
     place = ["--nnodes", "4", "--rdzv-endpoint", "node0:29500"]
-    check, job = started(monkeypatch, [config, "--nproc", "8", *place, "--optimizer.lr=1e-4"])
+    check, job = started(monkeypatch, [config, *size, *place, "--optimizer.lr=1e-4"])
     assert check[1:] == ["-m", "torchtitan_cp", "check", config, "--ranks", "32", "--optimizer.lr=1e-4"]
     program = [str(command.TRAIN), config, "--optimizer.lr=1e-4"]
     assert job == (program, 8, {"max_restarts": 3, "nodes": 4, "endpoint": "node0:29500", "join_seconds": 1800.0})
@@ -106,7 +108,7 @@ def test_the_doctor_is_asked_of_the_ranks_and_its_config_is_checked(
     asked: list[list[str]] = []
     monkeypatch.setattr(command, "main", lambda arguments: asked.append(arguments) or 5)
     assert main(["doctor", config, "--ranks", "2", "--length", "512", "--training.seed=3"]) == 5
-    assert asked == [[config, "--nproc", "2", "--doctor", "512", "--training.seed=3"]]
+    assert asked == [[config, "--ranks", "2", "--doctor", "512", "--training.seed=3"]]
     assert check_config([config, "--ranks", "3", "--doctor", "--parallel.tp=5"]) == 2
     assert check_config([config, "--ranks", "4", "--doctor", "--parallel.tp=5", "--compile.enable=true"]) == 0
 
@@ -122,14 +124,16 @@ def test_check_and_launcher_each_ask_torch_for_the_gpus_of_a_node(
     assert job[1] == ranks
     assert check_config(check[4:]) == 0
     assert f"20 steps on {2 * ranks} ranks" in capsys.readouterr().out
+    assert check_config([config, *size]) == 0
+    assert f"20 steps on {ranks} rank" in capsys.readouterr().out, "as run_train.sh on this node"
 
 
 def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, line: commands.append(line) or sys.exit())
     with pytest.raises(SystemExit):
-        command.main(["my.toml", "--dry-run", "--world-size", "64"])
-    assert commands == [[sys.executable, str(command.TRAIN), "my.toml", "--dry-run", "--world-size", "64"]]
+        command.main(["my.toml", "--dry-run", "--ranks", "64"])
+    assert commands == [[sys.executable, str(command.TRAIN), "my.toml", "--dry-run", "--ranks", "64"]]
 
 
 @pytest.fixture
@@ -154,6 +158,11 @@ def test_a_config_that_would_not_run_starts_no_rank(tmp_path: Path, monkeypatch:
     [
         (["--world-size", "8"], "--world-size and --rank need --dry-run"),
         (["--rank=3"], "--world-size and --rank need --dry-run"),
+        (["--ranks", "8", "--nproc", "8"], "argument --nproc: not allowed with argument --ranks"),
+        (
+            ["--ranks", "6", "--nnodes", "4", "--rdzv-endpoint", "a:1"],
+            "--ranks 6 cannot be shared evenly by --nnodes 4",
+        ),
         (["--doctor", "--verify-parity"], "argument --verify-parity: not allowed with argument --doctor"),
     ],
 )
@@ -166,16 +175,23 @@ def test_options_that_need_or_exclude_another_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("own", "wanted"), [([], ["--world-size", "4"]), (["--world-size", "8"], []), (["--world-size=8"], [])]
+    ("size", "own", "wanted"),
+    [
+        (["--nproc=2"], [], ["--ranks", "4"]),
+        (["--ranks=6"], [], ["--ranks", "6"]),
+        ([], [], ["--ranks", str(2 * default_ranks())]),
+        (["--nproc=2"], ["--world-size", "8"], []),
+        (["--nproc=2"], ["--world-size=8"], []),
+    ],
 )
 def test_a_dry_run_is_of_as_many_ranks_as_would_start(
-    own: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+    size: list[str], own: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = list[list[str]]()
 
     monkeypatch.setattr(os, "execv", lambda program, line: commands.append(line) or sys.exit())
     with pytest.raises(SystemExit):
-        command.main(["a.toml", "--nproc=2", "--nnodes=2", "--rdzv-endpoint=a:1", "--dry-run", *own])
+        command.main(["a.toml", *size, "--nnodes=2", "--rdzv-endpoint=a:1", "--dry-run", *own])
     assert commands[0][3:] == ["--dry-run", *own, *wanted]
 
 

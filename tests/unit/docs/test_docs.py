@@ -201,7 +201,7 @@ def test_every_page_that_shows_a_command_of_ours_has_it_looked_at() -> None:
         ("./run_train.sh --curriculum.stages[7].steps=5", "does not exist"),
         ("./run_train.sh --model.flavor=9B", "'9B' is not known"),
         ("./run_train.sh --activation.checkpoint=some", "'some' is not known"),
-        ("./run_train.sh --world-size many", "invalid int value"),
+        ("./run_train.sh --ranks many", "invalid int value"),
         ("CONFIG=my.toml ./run_train.sh", "read by nobody"),
         ("CONFIG_FILE=train_configs/none.toml ./run_train.sh", "there is no train_configs/none.toml"),
         ("CONFIG_FILE=my.toml sbatch --machines 8 launch/slurm.sh", "--machines"),
