@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.load import apply_override, build
-from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
+from torchtitan_cp.planner.devices import ACCELERATORS, HOST_BYTES, Cluster, make_cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
 
 GIB, TERA, DOCS_WIDTH = 2**30, 1e12, 120
@@ -102,7 +102,8 @@ NOTES = {
         "length stands for what does not fit."
     ),
     "d": (
-        "On one device: weights, gradients and moments are in host memory (`parallel.fsdp_cpu_offload`), as in ALST."
+        "On one device: weights, gradients and moments are in host memory (`parallel.fsdp_cpu_offload`), as in ALST, "
+        "and it has a whole node's."
     ),
     "e": (
         "Plain Hugging Face with ZeRO-3: logits of the whole sequence, no tiles, activations on the device. A "
@@ -200,7 +201,8 @@ def torchtitan() -> list[Setup]:
 
 def alst() -> list[Setup]:
     """8B on 1, 8 and 32 GPUs: the longest that fit, and twice as long; then on a node with less, and the baseline."""
-    one, node, four = make_cluster("h100-80g", ranks_per_node=1), make_cluster("h100-80g"), make_cluster("h100-80g", 4)
+    one = make_cluster("h100-80g", ranks_per_node=1, host_bytes=HOST_BYTES)
+    node, four = make_cluster("h100-80g"), make_cluster("h100-80g", 4)
     long = ("--activation.checkpoint=full", "--activation.offload=true", "--activation.mlp_tiles=128")
     on_host = ("--parallel.fsdp_cpu_offload=true", *long)
     sharded = ("--optimizer.offload_state=true", "--training.reduce_dtype=bfloat16")

@@ -29,6 +29,16 @@ def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str],
     return read
 
 
+def numbers(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
+    """A `type` for argparse: numbers with commas between them, each of which `kind` reads."""
+
+    def read(text: str) -> list[object]:
+        return [kind(part) for part in text.split(",")]
+
+    read.__name__ = "numbers"
+    return read
+
+
 def config_parser(command: str, about: str) -> argparse.ArgumentParser:
     """The parser of a command that takes a config and overrides of its keys."""
     about = f"{about} Any key can be overridden: --section.key=value"
@@ -42,10 +52,19 @@ def default_ranks() -> int:
     return int(importlib.import_module("torch").cuda.device_count()) or 2
 
 
-def add_rank_arguments(parser: argparse.ArgumentParser, default: str = "what run_train.sh would use") -> None:
-    """Add --ranks, --nodes and --gpus-per-node, for a command that is about a job and starts none."""
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--ranks", type=at_least(1), metavar="N", help=f"of the job, on all nodes (default: {default})")
+def add_rank_arguments(
+    parser: argparse.ArgumentParser,
+    default: str = "what run_train.sh would use",
+    ranks: Callable[[str], object] | None = None,
+    metavar: str = "N",
+) -> None:
+    """Add --ranks, --nodes and --gpus-per-node, for a command that is about a job and starts none.
+
+    Args:
+        default: what --ranks is without it, for the help; ranks, metavar: its type, and how the help shows it.
+    """
+    size, kind = parser.add_mutually_exclusive_group(), ranks or at_least(1)
+    size.add_argument("--ranks", type=kind, metavar=metavar, help=f"of the job, on all nodes (default: {default})")
     size.add_argument("--nodes", type=at_least(1), metavar="N", help="nodes of the job, instead of --ranks")
     parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="ranks of a node")
 

@@ -27,7 +27,8 @@ class Accelerator:
         source: of the numbers that are not assumed.
         fused_norm: whether RMSNorm is one kernel that keeps only its input; otherwise it also keeps two fp32 copies.
         capability: see kernels.Case; cudnn: fractions of the peak (forward, backward); None: as the other kernels.
-        host_bytes: ASSUMED host memory of a node, even if a job uses few of its devices; 0: not known, or the device's.
+        host_bytes: ASSUMED host memory of a node; 0: not known, or the device's.
+        host_bandwidth: bytes/s between the device and pinned host memory, each way.
     """
 
     peak_flops: dict[torch.dtype, float] = field(hash=False)
@@ -45,6 +46,7 @@ class Accelerator:
     capability: tuple[int, int] | None = None
     cudnn: tuple[float, float] | None = None
     host_bytes: float = 0.0
+    host_bandwidth: float = 50e9
 
     def attention(self, kernel: str) -> tuple[float, float]:
         """Fractions of the peak that an attention kernel reaches, forward and backward."""
@@ -55,7 +57,8 @@ class Accelerator:
 # for each GPU, as in DGX A100, H100, H200, B200. Attention: FlashAttention-2, which reaches a smaller fraction of the
 # peak on Hopper and Blackwell than on Ampere (Shah et al., FlashAttention-3, 2024, figure 5). It was measured on an
 # H100 (docs/cuda.md, tiles of a ring, head dim 128), and an H200 has the same processor.
-# Host memory: as in DGX systems.
+# Host memory: as in DGX systems. Its link: PCIe 5 x16, of whose 64 GB/s 50 explain what offload cost on an H200
+# (benchmarks/results/cuda_steps.md), or PCIe 4 x16, of whose 32 GB/s as many parts are assumed.
 ACCELERATORS = {
     "h100-80g": Accelerator(
         PEAK_FLOPS["H100"], 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.34, 0.32,
@@ -67,7 +70,7 @@ ACCELERATORS = {
     ),
     "a100-80g": Accelerator(
         PEAK_FLOPS["A100"], 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
-        "NVIDIA A100 data sheet, SXM 80GB", capability=(8, 0), host_bytes=HOST_BYTES,
+        "NVIDIA A100 data sheet, SXM 80GB", capability=(8, 0), host_bytes=HOST_BYTES, host_bandwidth=25e9,
     ),
     "b200-192g": Accelerator(
         PEAK_FLOPS["B200"], 192 * GB, 8e12, 900e9, 50e9, 8, 15e-6, 0.65, 0.25, 0.20,
@@ -85,7 +88,8 @@ ACCELERATORS = {
 USABLE_MEMORY = 0.92  # the rest: context, NCCL's buffers, fragmentation
 BANDWIDTH = 0.80  # fraction of the rate of links and networks that messages of megabytes reach
 MEMORY_BANDWIDTH = 0.75  # fraction that elementwise kernels reach
-HOST_BANDWIDTH = 25e9  # bytes/s between a device and pinned host memory, each way (PCIe 4 x16)
+PAGEABLE = 0.25  # fraction of a device's rate to pinned host memory that copies to other host memory reach
+HOST_UPDATE_BANDWIDTH = 25e9  # bytes/s at which the process of a rank adds up and updates what is in host memory
 ASYNC_TP_EXPOSED = 0.3  # fraction of tensor-parallel messages that stays exposed if the compiler pipelines them
 
 
@@ -168,15 +172,16 @@ def make_cluster(
 
     Args:
         measured: a device to use instead of one of the table.
-        ranks_per_node, link_bandwidth, network_bandwidth, host_bytes: replace these fields of the device; 0 keeps its
-            own.
+        ranks_per_node, link_bandwidth, network_bandwidth: replace these fields of the device; 0 keeps its own.
+        host_bytes: of a node; 0: that of the device's usual node, of which a smaller node has its share.
     """
     device = measured or ACCELERATORS[name]
+    share = 1.0 if measured else min(1.0, (ranks_per_node or device.ranks_per_node) / device.ranks_per_node)
     accelerator = replace(
         device,
         ranks_per_node=ranks_per_node or device.ranks_per_node,
         link_bandwidth=link_bandwidth or device.link_bandwidth,
         network_bandwidth=network_bandwidth or device.network_bandwidth,
-        host_bytes=host_bytes or device.host_bytes,
+        host_bytes=host_bytes or device.host_bytes * share,
     )
     return Cluster(name, accelerator, nodes)

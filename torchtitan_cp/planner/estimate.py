@@ -1,6 +1,7 @@
 """A stage of a config on a cluster: FLOPs, memory, messages, the time of a step and what limits it."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -9,9 +10,10 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction
-from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
+from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, Cluster
 from torchtitan_cp.planner.host import host_memory
-from torchtitan_cp.planner.memory import Memory, block_bytes, kept_bytes, rank_memory
+from torchtitan_cp.planner.memory import Memory, rank_memory
+from torchtitan_cp.planner.offload import HOST_UPDATE, OFFLOAD, exposed_copies, exposed_outer_copies, update_seconds
 from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import FP32_BYTES, STRATEGY_COSTS, LayerCost
@@ -25,7 +27,6 @@ COPY_PASSES = 7  # over rows that are dispatched to experts, joined, weighted an
 # ASSUMED speed of a recurrence as a fraction of that of matrix products; not measured on a GPU.
 RECURRENCE_RATE = 0.2
 LOGIT_PASSES = 15  # over fp32 logits, measured on an H200
-OPTIMIZER_PASSES = 7  # over fp32 numbers: weight and two moments are read and written, the gradient is read
 
 
 class Volume(NamedTuple):
@@ -35,8 +36,26 @@ class Volume(NamedTuple):
     step_bytes: float
 
 
+class Need(NamedTuple):
+    """Memory that a stage needs of a device or a host, and what is usable, in bytes; `of` says whose memory it is."""
+
+    of: str
+    needed_bytes: float
+    usable_bytes: float
+
+    @property
+    def over_bytes(self) -> float:
+        return self.needed_bytes - self.usable_bytes
+
+
 class Estimate(PlannedStage):
     """A stage, and estimates of it that are computed when they are first read."""
+
+    def with_config(self, config: Config) -> "Estimate":
+        """The stage with other settings of what is kept or offloaded, which change nothing of the model's parts."""
+        other = replace(self, config=config)
+        vars(other).update({name: vars(self)[name] for name in ("counts", "ranks") if name in vars(self)})
+        return other
 
     @property
     def linear_flops(self) -> float:
@@ -61,18 +80,31 @@ class Estimate(PlannedStage):
         """Bytes of host memory of a node, by kind."""
         return host_memory(self)
 
+    @cached_property
+    def needs(self) -> tuple[Need, ...]:
+        """Of a device, and of a node's host if its memory is known."""
+        device = Need("device memory", self.memory.total, self.cluster.usable_bytes)
+        host = Need("a node's host memory", sum(self.host.values()), self.cluster.usable_host_bytes)
+        return (device, host) if self.cluster.accelerator.host_bytes else (device,)
+
     @property
     def fits_device(self) -> bool:
-        return self.memory.total <= self.cluster.usable_bytes
+        return self.needs[0].over_bytes <= 0
 
     @property
     def fits_host(self) -> bool:
         """Whether a node's host memory is enough, or not known."""
-        return not self.cluster.accelerator.host_bytes or sum(self.host.values()) <= self.cluster.usable_host_bytes
+        return all(need.over_bytes <= 0 for need in self.needs[1:])
 
     @property
     def fits(self) -> bool:
         return self.fits_device and self.fits_host
+
+    @property
+    def fullness(self) -> tuple[float, float]:
+        """How full memory is, to compare: what is lacking as fractions of what is usable, then the largest fraction."""
+        shares = [need.needed_bytes / need.usable_bytes for need in self.needs]
+        return sum(max(0.0, share - 1) for share in shares), max(shares)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -87,6 +119,11 @@ class Estimate(PlannedStage):
     def exposed_seconds(self) -> float:
         """Seconds of a step in which a rank waits for messages."""
         return sum(value for name, value in self.seconds.items() if name.endswith("messages"))
+
+    @property
+    def offload_seconds(self) -> float:
+        """Seconds of a step that offload costs: copies that nothing hides, and the longer update on the host."""
+        return self.seconds.get(OFFLOAD, 0.0) + self.seconds.get(HOST_UPDATE, 0.0)
 
     @property
     def tokens_per_second(self) -> float:
@@ -170,9 +207,8 @@ def _rank_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, floa
     if degrees.pp > 1:
         share = bubble_fraction(config.parallel, degrees.pp, pp_rank.pipeline_stages, stage.micro_batches)
         total["pipeline bubble"] = sum(total.values()) * share / (1 - share)
-    moved = pp_rank.parameters / degrees.fsdp * FP32_BYTES * OPTIMIZER_PASSES
-    on_host = config.parallel.fsdp_cpu_offload or config.optimizer.offload_state
-    total["optimizer"] = moved / HOST_BANDWIDTH if on_host else planned.cluster.memory_seconds(moved)
+    for name, seconds in update_seconds(planned, pp_rank).items():
+        total[name] = total.get(name, 0.0) + seconds
     return total
 
 
@@ -219,7 +255,7 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
         "tensor-parallel messages": tp_forward + tp_backward,
         "expert-parallel messages": planned.expert_sends_per_micro_batch * trade,
         "FSDP messages": _fsdp_exposed(planned, busy_forward, busy_backward),
-        "offload messages": _offload_exposed(planned, busy_forward, busy_backward),
+        OFFLOAD: exposed_copies(planned, busy_forward, busy_backward),
     }
 
 
@@ -259,14 +295,6 @@ def _fsdp_seconds(planned: PlannedStage, parameters: float) -> tuple[float, floa
     return gather, reduce if planned.config.sync_replicas_once_per_step else last, last
 
 
-def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
-    """Seconds of copies to host memory and back that a layer's work does not hide."""
-    if not planned.config.activation.offload:
-        return 0.0
-    copied = sum(kept_bytes(planned, block_bytes(planned))) / HOST_BANDWIDTH
-    return max(0.0, copied - forward) + max(0.0, copied - backward)
-
-
 def _outer_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
     """Seconds of a step for the output layer and loss, the outer parameters, and messages between pipeline ranks."""
     args, degrees, cluster = planned.args, planned.degrees, planned.cluster
@@ -282,6 +310,7 @@ def _outer_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, flo
         "elementwise kernels": cluster.memory_seconds(logits) * times,
         "FSDP messages": gather + reduce_last + (gather + reduce) * (times - 1 if degrees.pp == 1 else 0),
         "tensor-parallel messages": 4 * cluster.collective_seconds(hidden, planned.degrees.tp, 1) * times,
+        OFFLOAD: exposed_outer_copies(planned, pp_rank),
     }
     if degrees.pp > 1:
         stride = degrees.dp_replicate * degrees.fsdp * degrees.tp

@@ -106,11 +106,12 @@ def test_no_stage_is_one_message_for_every_device(tmp_path: Path, capsys: pytest
 
 def test_what_the_host_cannot_hold_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     offload = ("--parallel.fsdp_cpu_offload=true", "--activation.mlp_tiles=8")
-    assert alone(*offload).fits
+    assert alone(*offload, host_bytes=2e12).fits
     small = alone(*offload, host_bytes=128e9)
     assert small.fits_device
     assert not small.fits
-    assert main([LONG, *ONE_GPU, "--gpus-per-node", "1", *offload, "--model.flavor=70B"]) == 1
+    whole_node = ("--gpus-per-node", "1", "--host-memory", "2000")
+    assert main([LONG, *ONE_GPU, *whole_node, *offload, "--model.flavor=70B"]) == 1
     printed = capsys.readouterr().out
     found = re.search(r"DOES NOT FIT: 128K needs ([\d.]+) GiB a node, ([\d.]+) more than its host has", printed)
     assert found
@@ -125,3 +126,23 @@ def test_the_report_has_durations_and_no_fractions_of_a_day(capsys: pytest.Captu
     assert re.search(r"^[\d.]+ (s|min) in all$", printed, re.MULTILINE)
     assert re.search(r"^ +duration +[\d.]+ (s|min) *$", printed, re.MULTILINE)
     assert "e-0" not in printed
+
+
+def test_several_numbers_of_ranks_are_a_table_of_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [LONG, *ONE_GPU, "--search", "--host-memory", "250"]
+    assert main([*given, "--ranks", "1,2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^ +1 +misses by [\d.]+ GiB of a node's host memory", printed, re.MULTILINE)
+    assert re.search(r"^ +2 +yes ", printed, re.MULTILINE)
+    assert main([*given, "--ranks", "1"]) == 2
+    assert "error: " + LONG + ": nothing fits on 1 x h100-80g. The nearest misses by" in capsys.readouterr().err
+    assert main([*given, "--ranks", "1,1"]) == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--search", "--write", "found.toml"]])
+def test_several_numbers_of_ranks_are_for_a_search_that_writes_nothing(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([LONG, "--ranks", "1,2", *more])
+    assert "several numbers of --ranks are for --search without --write" in capsys.readouterr().err

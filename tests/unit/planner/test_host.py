@@ -42,6 +42,12 @@ def test_ranks_of_a_node_share_its_host() -> None:
     assert half.host["activations"] == one.host["activations"] / 2
 
 
+def test_a_part_of_a_node_has_its_share_of_the_hosts_memory_unless_it_is_given() -> None:
+    whole, part, given = (make_cluster("h100-80g", ranks_per_node=8), alone().cluster, alone(host_bytes=9e11).cluster)
+    assert whole.accelerator.host_bytes == 8 * part.accelerator.host_bytes == 2e12
+    assert given.accelerator.host_bytes == 9e11
+
+
 def test_on_a_cpu_nothing_is_offloaded() -> None:
     """A run says that it is inactive there: all is in host memory."""
     offloads = ("parallel.fsdp_cpu_offload", "optimizer.offload_state", "activation.offload")

@@ -13,6 +13,8 @@ from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.dry_run import dry_run
 from torchtitan_cp.planner.estimate import plan_config
+from torchtitan_cp.planner.search import search
+from torchtitan_cp.planner.search_report import reasons
 from torchtitan_cp.training.registry import register
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 512}
@@ -56,6 +58,15 @@ def test_a_plan_is_that_of_the_same_native_model(tmp_path: Path) -> None:
     assert theirs.memory == ours.memory
     assert theirs.seconds == ours.seconds
     assert (theirs.linear_flops, theirs.attention_flops) == (ours.linear_flops, ours.attention_flops)
+
+
+def test_a_model_that_takes_no_tiles_is_searched_without_them(tmp_path: Path) -> None:
+    model = of_config(tmp_path, {"model_type": "llama", **SIZES, **HEADS})
+    result = search(write(tmp_path, model), make_cluster("h100-80g", ranks_per_node=2))
+    assert {candidate.choice.savings.mlp_tiles for candidate in result.tried} == {1}
+    said = reasons(result)
+    assert any(reason.startswith("optimizer.offload_state = false: ") for reason in said)
+    assert not [reason for reason in said if "mlp_tiles" in reason]
 
 
 def test_layers_with_other_heads_are_planned_by_their_own() -> None:
