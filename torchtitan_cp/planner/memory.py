@@ -107,6 +107,14 @@ def _delta_rule_bytes(planned: PlannedStage) -> float:
     return FP32_BYTES * (3 * dim * rows + min(rows, PART / dim) * (12 * dim + 8 * CHUNK + 2 * dim * dim / CHUNK))
 
 
+def _repeated_keys_bytes(planned: PlannedStage) -> float:
+    """Bytes of what the kernel `efficient` repeats for every query head of a group: keys, values, their gradients."""
+    heads = planned.heads
+    if heads.query == heads.key or planned.kernel(0) != "efficient":
+        return 0.0
+    return 4 * planned.tokens * heads.query * heads.dim * planned.element_bytes
+
+
 def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, float]:
     """Bytes that a layer keeps for its backward, on the device or offloaded: (block inputs, attention, MLP)."""
     mode, tiles = planned.config.activation.checkpoint, planned.config.activation.mlp_tiles
@@ -294,7 +302,7 @@ def _block_phases(
     # By now the layer's own MLP and second norm are freed.
     group = (planned.stage.cp, planned.all_to_all_ranks(planned.strategy))
     costs = STRATEGY_COSTS[planned.strategy] if planned.stage.cp > 1 else RING
-    working = costs.working_bytes(planned.tokens, *group, planned.heads)
+    working = costs.working_bytes(planned.tokens, *group, planned.heads) + _repeated_keys_bytes(planned)
     in_attention = {
         "block_inputs": recomputed * first_norm + gradient + ahead - (1 - recomputed) * second,
         "attention": recomputed * again + working + block.out,

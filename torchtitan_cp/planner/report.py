@@ -73,9 +73,10 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
     cluster = estimates[0].cluster
     accelerator = cluster.accelerator
     windows = {mixer.window for mixer in estimates[0].args.mixers if mixer.n_heads}
-    kernels = sorted({one.kernel(window) for one in estimates for window in windows})
+    kernels = sorted({(one.kernel(window), one.mixer(window).head_dim) for one in estimates for window in windows})
     rate = "attention by {} at {:.0%} forward and {:.0%} backward"
-    attention = ", ".join(rate.format(kernel, *accelerator.attention(kernel)) for kernel in kernels)
+    described = (rate.format(kernel, *accelerator.attention(kernel, dim)) for kernel, dim in kernels)
+    attention = ", ".join(dict.fromkeys(described))
     known = accelerator.host_bytes
     host = f"; a node's host has {known / GB:,.0f} GB" if known else ""
     rates = "Rates of the device table" if cluster.name in ACCELERATORS else "Measured"

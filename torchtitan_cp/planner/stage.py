@@ -196,7 +196,7 @@ class PlannedStage:
 
     def rates(self, window: int) -> Rates:
         """Speed of the attention kernel in layers with this window."""
-        shares = self.cluster.accelerator.attention(self.kernel(window))
+        shares = self.cluster.accelerator.attention(self.kernel(window), self.mixer(window).head_dim)
         forward, backward = (self.cluster.rate(self.config.training.compute_dtype, share) for share in shares)
         return Rates(self.cluster, forward, backward, self.degrees.tp)
 

@@ -52,7 +52,10 @@ def planned_pairs(config: Config, stage: ResolvedStage) -> int:
 
 
 # Models of transformers that take seconds to look at.
-SLOW = ("gemma3_4b_128k_to_512k", "olmo3_7b_65k", "qwen3_8b_1m")
+SLOW = (
+    *("gemma3_4b_128k_to_512k", "olmo3_7b_65k", "qwen3_8b_1m"),
+    *("kimi_linear_48b_1m", "qwen3_next_80b_256k_to_1m"),
+)
 
 
 @deep_rows("name", [path.stem for path in FILES], default=[path.stem for path in FILES if path.stem not in SLOW])
@@ -84,6 +87,7 @@ PUBLISHED = {
     "olmo3_7b_65k": [(65536, 5e5, 8)],
     "sft_128k": [(2**17, 5e5, 8)],
     "qwen3_235b_256k": [(2**18, 5e6, 1)],
+    "qwen3_next_80b_256k_to_1m": [(2**18, 1e7, 1), (2**19, 1e7, 2), (2**20, 1e7, 4)],
     "qwen3_8b_1m": [(2**17, 5e6, 1), (2**18, 1e7, 1), (2**19, 1e7, 2), (2**20, 1e7, 4)],
 }
 

@@ -36,6 +36,7 @@ global_batch_tokens = 65536
 cp = 4
 rope = {theta = 10000.0}
 """
+OWN_ROPE = STAGES.replace("rope = {theta = 10000.0}", "")
 LARGE = STAGES.replace("16384", "524288").replace("65536", "8388608").replace("cp = 4", "cp = 64")
 
 
@@ -76,6 +77,20 @@ def test_layers_with_other_heads_are_planned_by_their_own() -> None:
     args = args_from_config(config, {})
     assert [mixer.width for mixer in args.mixers] == [2 * 4 * 64, 2 * 4 * 128] * 2
     assert [(mixer.window, mixer.head_dim) for mixer in args.mixers] == [(1024, 64), (0, 128)] * 2
+
+
+def test_heads_of_512_dims_are_planned_by_the_one_kernel_that_takes_them(tmp_path: Path) -> None:
+    config = {"model_type": "gemma4_text", **SIZES, **HEADS, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    config |= {"sliding_window": 1024, "num_kv_shared_layers": 0}
+    cluster = make_cluster("h200-141g", 1)
+    narrow, wide = (
+        plan_config(write(tmp_path, of_config(tmp_path, config | {"global_head_dim": dim}), OWN_ROPE), cluster)[0]
+        for dim in (256, 512)
+    )
+    assert (narrow.kernel(0), wide.kernel(0), wide.kernel(1024)) == ("flash", "efficient", "flash")
+    assert wide.seconds["attention"] > 2 * 5 * narrow.seconds["attention"]  # twice the work, at less than a fifth
+    assert cluster.accelerator.attention("efficient", 512) == (0.13, 0.045)
+    assert cluster.accelerator.attention("efficient", 128) == (0.34, 0.32)
 
 
 @pytest.mark.deep

@@ -35,6 +35,11 @@ KERNELS: dict[str, Kernel] = {
 # length and has no window, so packed documents and windows stay with flash.
 PREFERRED = {9: "cudnn", 10: "cudnn"}
 
+# The most dims of a head that flash takes, and cuDNN half as many. For wider ones (the full attention of Gemma 4 has
+# 512) `auto` takes efficient, which is made for 8.0 too. On an H200 it reaches 119 to 135 TFLOP/s forward and 42 to 47
+# backward at 512 (docs/bench/README.md of xlite-dev/ffpa-attn, 2026).
+WIDEST_FAST = flash.KERNEL.head_dims[-1]
+
 
 def check_kernel(name: str) -> str:
     """Return `name`, or raise PlanError unless it is `auto` or a registered kernel."""
@@ -69,6 +74,11 @@ def choose_for_case(name: str, case: Case) -> str:
         if case.capability:
             tiles = "full and causal tiles" if case.dense else "windows or packed documents"
             where += " {}.{}, the first that can for {}".format(*case.capability, tiles)
+        if case.device == "cuda" and (dims := max(case.qk_dim, case.v_dim)) > WIDEST_FAST:
+            where += (
+                f"; heads of {dims} dims are more than the {WIDEST_FAST} of the fast kernels: on an H200 it reaches an "
+                "eighth of the peak forward and a twentieth backward"
+            )
         logger.info("attention kernel %s for %s on %s", able[0], str(case.dtype).removeprefix("torch."), where)
         logger.debug("other kernels: %s", "; ".join(f"{other}: {why}" for other, why in refusals.items() if why))
         return able[0]
@@ -80,4 +90,4 @@ def choose_for_case(name: str, case: Case) -> str:
     )
 
 
-__all__ = ["KERNELS", "Case", "Kernel", "ScoreMod", "check_kernel", "choose_for_case", "choose_kernel"]
+__all__ = ["KERNELS", "WIDEST_FAST", "Case", "Kernel", "ScoreMod", "check_kernel", "choose_for_case", "choose_kernel"]
