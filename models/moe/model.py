@@ -175,12 +175,15 @@ class Experts(nn.Module):
             shares: `[T, K]`.
         """
         order = chosen.flatten().argsort(stable=True)
-        tokens = order // chosen.shape[1]
+        places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         # bincount would make the host wait for a GPU.
         counts = chosen.new_zeros(len(self.w1)).index_add(0, chosen.flatten(), torch.ones_like(order))
-        outputs = swiglus(hidden[tokens], counts, self.w1, self.w3, self.w2)
-        weighted = outputs * shares.flatten()[order, None].to(hidden.dtype)
-        return torch.zeros_like(hidden).index_add(0, tokens, weighted)
+        # Rows are put, never gathered: then backward gathers, where it would add, in bf16 and with atomics.
+        copies = hidden[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
+        rows = torch.empty_like(copies).index_copy_(0, places, copies)
+        outputs = swiglus(rows, counts, self.w1, self.w3, self.w2)
+        spread = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*chosen.shape, hidden.shape[1])
+        return torch.einsum("tke,tk->te", spread, shares.to(hidden.dtype))
 
 
 def swiglus(rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:

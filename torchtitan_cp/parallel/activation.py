@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torchtitan_cp.parallel.offload import HostMemory, restore, storage_of
 P = ParamSpec("P")
 Result = TypeVar("Result")
 Operator = Callable[..., object]  # of torch
+Forward = Callable[[Tensor], Tensor]
 Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
 # Operators whose outputs cost more to compute than to keep; what lies between them is recomputed.
@@ -175,23 +176,79 @@ def _is_kept(kind: str, operator: Operator) -> bool:
     return operator in OPERATORS or (kind == "selective" and operator in PRODUCTS and not Tiles.running)
 
 
-def tiled(forward: Callable[[Tensor], Tensor], tiles: int) -> Callable[[Tensor], Tensor]:
+def tiled(forward: Forward, tiles: int, *, gathers: bool = False) -> Forward:
     """A block's MLP and its norm, `[B, s, E] -> [B, s, E]`, run on one tile of the sequence after another.
 
-    Only a tile's input is saved, so the wide activations exist for one tile at a time, forward and backward. The
-    block's weights stay gathered meanwhile, except experts that have a mesh of their own: these are gathered for each
-    tile. Gradients are reduced once for all tiles. Source: ALST (Bekman et al., 2025).
+    Only the input is saved, so the wide activations exist for one tile at a time, forward and backward. A block that is
+    recomputed and ends with its MLP does not run it again for that. The block's weights stay gathered meanwhile, and
+    gradients are reduced once for all tiles. Source: ALST (Bekman et al., 2025).
+
+    Args:
+        gathers: FSDP gathers weights inside the MLP, those of experts, for each tile. It counts on a forward for every
+            backward, so these tiles run again with their block too.
     """
     run_tile = recomputed(forward)
 
     def run(hidden: Tensor) -> Tensor:
-        parts = hidden.split(-(-hidden.shape[1] // tiles), 1)
-        if torch.compiler.is_compiling():  # then the tiles' own recomputation decides what is saved
-            return torch.cat([run_tile(part) for part in parts], 1)
-        Tiles.running = True
+        compiling = torch.compiler.is_compiling()  # then the tiles' own recomputation decides what is saved
+        Tiles.running = not compiling
         try:
-            return torch.cat([run_tile(part) for part in parts], 1)
+            if compiling or gathers:
+                return torch.cat([run_tile(part) for part in _split(hidden, tiles)], 1)
+            has_gradient = torch.zeros((), requires_grad=torch.is_grad_enabled())
+            saved = _TilesBackward.apply(hidden, has_gradient, forward, tiles)
+            return _TilesForward.apply(saved, hidden.detach(), forward, tiles)
         finally:
             Tiles.running = False
 
     return run
+
+
+def _split(hidden: Tensor, tiles: int) -> tuple[Tensor, ...]:
+    return hidden.split(-(-hidden.shape[1] // tiles), 1)
+
+
+class _OfTiles(Protocol):
+    saved_tensors: tuple[Tensor, ...]
+    forward: Forward
+    tiles: int
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _TilesBackward(torch.autograd.Function):
+    """Saves the input of tiles, and runs them in backward. Its output stands for theirs in the graph.
+
+    Apart from their forward, so that a recomputed block, which ends when all that it saves is there, ends before it.
+    """
+
+    @staticmethod
+    def forward(ctx: _OfTiles, hidden: Tensor, has_gradient: Tensor, forward: Forward, tiles: int) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.forward, ctx.tiles = forward, tiles
+        return hidden.new_zeros(()).expand(hidden.shape)
+
+    @staticmethod
+    def backward(ctx: _OfTiles, dout: Tensor) -> tuple[Tensor, None, None, None]:
+        gradients = list[Tensor]()
+        parts = [_split(x, ctx.tiles) for x in (*ctx.saved_tensors, dout)]
+        for part, dpart in reversed([*zip(*parts, strict=True)]):
+            with torch.enable_grad():
+                leaf = part.detach().requires_grad_()
+                out = ctx.forward(leaf)
+            torch.autograd.backward(out, dpart)  # adds to the gradients of the weights
+            assert leaf.grad is not None
+            gradients.append(leaf.grad)
+        return torch.cat(gradients[::-1], 1), None, None, None
+
+
+class _TilesForward(torch.autograd.Function):
+    """Runs tiles without saving anything; see `_TilesBackward`, whose output is `saved`."""
+
+    @staticmethod
+    def forward(ctx: object, saved: Tensor, hidden: Tensor, forward: Forward, tiles: int) -> Tensor:
+        return torch.cat([forward(part) for part in _split(hidden, tiles)], 1)
+
+    @staticmethod
+    def backward(ctx: object, dout: Tensor) -> tuple[Tensor, None, None, None]:
+        return dout, None, None, None

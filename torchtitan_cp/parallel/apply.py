@@ -68,7 +68,7 @@ def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, de
         for replaced in ("forward", "mlp"):
             vars(layer).pop(replaced, None)
         if activation.mlp_tiles > 1:
-            layer.mlp = tiled(layer.mlp, activation.mlp_tiles)
+            layer.mlp = tiled(layer.mlp, activation.mlp_tiles, gathers=hasattr(layer, "experts"))
         if activation.checkpoint != "none":
             layer.forward = checkpointed(layer.forward, activation.checkpoint, host, compiled=compiling.enable)
         if compiling.enable:  # equal blocks share the compiled code, and a second length makes it dynamic
@@ -116,7 +116,8 @@ def apply_fsdp(
             reshard_after_forward=frees_blocks and module is not model,
             shard_placement_fn=partial(placement, module_mesh.size(module_mesh.ndim - 1)),
         )
-        module.set_gradient_divide_factor(1.0)
+        if module_mesh.size() > 1:  # one rank would divide its gradients by 1, a pass over them
+            module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum, which a divide factor would otherwise ask for.
         module.set_force_sum_reduction_for_comms(True)
 

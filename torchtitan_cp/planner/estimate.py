@@ -220,6 +220,14 @@ def _recurrence_seconds(planned: PlannedStage) -> float:
     return passes * 6 * largest * planned.tokens / (rate * RECURRENCE_RATE)
 
 
+def _tiles_again(planned: PlannedStage) -> float:
+    """How often an MLP in tiles runs beside its forward, counted on a CPU; see parallel.activation.tiled."""
+    if planned.config.compile.enable:
+        return 2 / 3  # not its last product
+    tiles, is_recomputed = planned.config.activation.mlp_tiles, planned.config.activation.checkpoint != "none"
+    return 1.0 + (is_recomputed * (tiles - 1) / tiles if planned.counts.experts else 0.0)
+
+
 def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> dict[str, float]:
     """Seconds of one layer with this window and one micro-batch, forward, backward and recomputation."""
     config, args, cluster, rates = planned.config, planned.args, planned.cluster, planned.rates(window)
@@ -228,10 +236,10 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     product_rate = cluster.rate(config.training.compute_dtype, cluster.accelerator.linear)
     forward = 2 * planned.counts.active_matrices * tokens / product_rate
     mlp = 2 * 3 * args.dim * args.active_ffn_dim / tp * tokens / product_rate
-    # Each tile is recomputed by itself, and before that with its block if the block is recomputed.
-    in_tiles = 0.0 if tiles == 1 else mlp
-    again = {"none": 0.0, "selective": in_tiles}.get(mode, forward)
-    linear_backward = 2 * forward + again + in_tiles
+    again = 0.0 if mode in ("none", "selective") else forward
+    if tiles > 1:  # each runs again for itself
+        again += _tiles_again(planned) * mlp - (mlp if again else 0.0)
+    linear_backward = 2 * forward + again
     scores = planned.mixer(window).head_dim * attention.pairs * sequences
     attention_forward = FORWARD_FLOPS * scores / rates.forward
     attention_backward = BACKWARD_FLOPS * scores / rates.backward + (attention_forward if mode == "full" else 0.0)

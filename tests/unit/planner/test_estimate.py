@@ -145,12 +145,23 @@ def test_a_pipeline_saves_nothing_by_freeing_its_weights_and_gathers_them_more_o
     assert always.step_seconds >= auto.step_seconds
 
 
-@pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 2), ("attention_saved", 1), ("full", 1)])
-def test_tiles_of_an_mlp_run_again_for_themselves(mode: str, times: int) -> None:
-    """Selective recomputation keeps the products of whole MLPs alone."""
-    whole, tiled = (
-        estimates(LONG, f"--activation.checkpoint={mode}", f"--activation.mlp_tiles={tiles}")[0] for tiles in (1, 8)
-    )
+@pytest.mark.parametrize(
+    ("mode", "compiled", "times"),
+    [
+        ("none", "false", 1),
+        ("selective", "false", 1),
+        ("attention_saved", "false", 0),
+        ("full", "false", 0),
+        ("none", "true", 2 / 3),
+        ("full", "true", -1 / 3),
+    ],
+)
+def test_tiles_of_an_mlp_run_again_for_themselves_and_not_with_their_block(
+    mode: str, compiled: str, times: float
+) -> None:
+    """Selective recomputation keeps the products of whole MLPs alone. Compiled tiles do not repeat the last product."""
+    options = (f"--activation.checkpoint={mode}", f"--compile.enable={compiled}")
+    whole, tiled = (estimates(LONG, *options, f"--activation.mlp_tiles={tiles}")[0] for tiles in (1, 8))
     seconds = tiled.seconds["linear layers"] - whole.seconds["linear layers"]
     forward = 32 * 3 * 2 * 4096 * 14336 * 4_194_304 / 64
     assert seconds == pytest.approx(times * forward / (989e12 * whole.cluster.accelerator.linear))

@@ -64,9 +64,11 @@ def test_a_token_meets_the_experts_it_goes_to_and_the_router() -> None:
     plan = make_plan(32)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 32, dtype=torch.int64), plan.positions, {0: plan})
-    # For the balance of the experts the router runs a second time, and its sums are multiplied with the shares.
-    router, balance = 3 * 64 * 8, 3 * 8
-    assert counter.get_total_flops() == (flops_per_token(shape, 32, [0.0] * 3) / 3 + 2 * router) * 32 + 2 * balance
+    # For the balance of the experts the router runs a second time, and its sums are multiplied with the shares. The
+    # rows of a token's two experts are weighed.
+    router, balance, weighed = 3 * 64 * 8, 3 * 8, 3 * 2 * 64
+    per_token = flops_per_token(shape, 32, [0.0] * 3) / 3 + 2 * (router + weighed)
+    assert counter.get_total_flops() == per_token * 32 + 2 * balance
     counts = count_parameters(Model("moe"), shape)
     assert counts.block - counts.active_matrices == 6 * 3 * 64 * 96 + 2 * 64
 

@@ -4,9 +4,10 @@ The first positions of a run need the W - 1 positions before them, which may lie
 what a ring sends under a window of W, so they are sent like keys, and their gradients are sent back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate, chain
-from typing import Protocol
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor
 from torchtitan_cp.attention.autograd import Context
 from torchtitan_cp.attention.caching import keep_newest, to_device
 from torchtitan_cp.attention.collectives import find_group
-from torchtitan_cp.attention.compiling import with_autograd
+from torchtitan_cp.attention.compiling import compile_whole, with_autograd
 from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.layout import cut_by_document, documents_of
 from torchtitan_cp.attention.linear.operator import check_inputs
@@ -28,6 +29,8 @@ from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.strategies.ring import add_rows, rows_in
 
 Spans = tuple[Span, ...]
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 def causal_conv(
@@ -103,54 +106,109 @@ def _gather_rows(x: Tensor, plan: Plan, width: int) -> Tensor:
     return torch.cat([x.new_zeros(len(x), width - 1, x.shape[2]), *received], 1)
 
 
-def _order_indices(plan: Plan, width: int, like: Tensor) -> tuple[Tensor, ...]:
-    """The last two results of `_plan_exchange` as indices on the device of `like`.
+class _Indices(NamedTuple):
+    """Which rows a convolution reads, on the device. See `_gather_rows` for the rows, R in number with the zeros.
 
-    Slicing by spans instead would make backward a gradient of the whole sequence for each document that is cut.
+    Gathering by an index for each distance, forward and backward, is what torch.compile fuses into one pass.
+
+    Attributes:
+        reads: for each distance w < W, `[S/P]` int64: the row that a local token reads.
+        readers: for each distance, `[R - W + 1]` int64: the local token that reads a received row, or -1.
+        offsets: `[1 or B, S/P, 1]` int64, see `document_offsets`. A token nearer than w to its document's start reads
+            nothing at distance w.
     """
 
+    reads: tuple[Tensor, ...]
+    readers: tuple[Tensor, ...]
+    offsets: Tensor
+
+
+def _indices(plan: Plan, width: int, like: Tensor) -> _Indices:
+    """On the device of `like`."""
+
     def make() -> tuple[Tensor, ...]:
-        indices = (torch.cat([torch.arange(*span) for span in spans]) for spans in _plan_exchange(plan, width)[2:])
-        return tuple(to_device(index, like) for index in indices)
+        order, local = (torch.cat([torch.arange(*span) for span in spans]) for spans in _plan_exchange(plan, width)[2:])
+        reads = [order[local + width - 1 - distance] for distance in range(width)]
+        tokens = torch.full((len(order),), -1)  # by place in the order, after the zeros; -1: of another rank
+        tokens[local] = torch.arange(len(local))
+        readers = [
+            torch.full((len(order),), -1).index_copy(0, order[width - 1 :], tokens[distance:][: len(order) - width + 1])
+            for distance in range(width)
+        ]
+        return tuple(to_device(index, like) for index in (*reads, *(x[width - 1 :] for x in readers)))
 
-    return INDEX_CACHE.get(("convolution", plan, width), like, make)
+    indices = INDEX_CACHE.get(("convolution", plan, width), like, make)
+    return _Indices(indices[:width], indices[width:], document_offsets(plan, like).unsqueeze(-1))
 
 
-def _convolve(plan: Plan, silu: bool, gathered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The convolution of this rank's rows, from `_gather_rows`; differentiable."""
-    width, dtype, local_offsets = weight.shape[1], accumulation_dtype(gathered.dtype), document_offsets(plan, gathered)
-    order, local = _order_indices(plan, width, gathered)
-    # Cast before the loop, so that the gradients of all reads add up in fp32.
-    rows = gathered.to(dtype).index_select(1, order)
-    offsets = local_offsets.new_full((len(local_offsets), rows.shape[1] - width + 1, 1), -1)
-    offsets.index_copy_(1, local, local_offsets.unsqueeze(-1))
-    total = rows.new_zeros(()) if bias is None else bias.to(dtype)
-    for distance in range(width):
-        # A token nearer than this to its document's start would read another document's.
-        read = rows[:, width - 1 - distance : rows.shape[1] - distance].where(offsets >= distance, 0.0)
-        total = total + read * weight[:, width - 1 - distance].to(dtype)
-    total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0)
-    return total.to(gathered.dtype).index_select(1, local)
+def _read(gathered: Tensor, weight: Tensor, bias: Tensor | None, indices: _Indices) -> tuple[list[Tensor], Tensor]:
+    """(for each distance, the rows `[B, S/P, C]` that are read; their weighted sum in the accumulation dtype)."""
+    dtype = accumulation_dtype(gathered.dtype)
+    total = gathered.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    rows = [
+        gathered.index_select(1, index).where(indices.offsets >= distance, 0.0)
+        for distance, index in enumerate(indices.reads)
+    ]
+    for read, taps in zip(rows, weight.to(dtype).flip(1).unbind(1), strict=True):
+        total = total + read * taps
+    return rows, total
+
+
+def _forward(gathered: Tensor, weight: Tensor, bias: Tensor | None, indices: _Indices, silu: bool) -> Tensor:
+    """The convolution of this rank's rows."""
+    _, total = _read(gathered, weight, bias, indices)
+    return (F.silu(total) if silu else total).where(indices.offsets >= 0, 0.0).to(gathered.dtype)
+
+
+def _gradients(
+    dout: Tensor, gathered: Tensor, weight: Tensor, bias: Tensor | None, indices: _Indices, silu: bool
+) -> tuple[Tensor, ...]:
+    """The gradients of the received rows, of weight and, if there is one, of bias, in their dtypes."""
+    rows, total = _read(gathered, weight, bias, indices)
+    dtotal = dout.to(total.dtype).where(indices.offsets >= 0, 0.0)
+    if silu:
+        gate = total.sigmoid()
+        dtotal = dtotal * (gate * (1 + total * (1 - gate)))
+    taps = [(dtotal * read).sum((0, 1)) for read in rows]
+    drows = dtotal.new_zeros(())
+    for distance, index in enumerate(indices.readers):
+        token = index.clamp(min=0)
+        reads = (indices.offsets.index_select(1, token) >= distance) & (index >= 0).unsqueeze(-1)
+        drows = drows + dtotal.index_select(1, token).where(reads, 0.0) * weight[:, -1 - distance].to(dtotal.dtype)
+    parameters = [torch.stack(taps[::-1], 1).to(weight.dtype)]
+    parameters += [] if bias is None else [dtotal.sum((0, 1)).to(bias.dtype)]
+    return drows.to(gathered.dtype), *parameters
+
+
+@cache
+def _compiled(function: Callable[P, Result], on_cuda: bool) -> Callable[P, Result]:
+    """Compiled on CUDA, where each operator by itself would move several times the bytes."""
+    return compile_whole(function) if on_cuda else function
 
 
 @operator("causal_conv")
 def convolve(inputs: list[Tensor], handle: Tensor, silu: bool) -> Tensor:
     """`[B, S/P, C]` from x, weight and, if there is one, bias."""
-    plan, (x, *parameters) = find_plan(handle), inputs
+    plan, (x, weight, *bias) = find_plan(handle), inputs
     plan.check_batch(len(x))
-    return _convolve(plan, silu, _gather_rows(x, plan, parameters[0].shape[1]), *parameters)
+    gathered = _gather_rows(x, plan, weight.shape[1])
+    with with_autograd(), torch.no_grad():
+        of_rows = _indices(plan, weight.shape[1], gathered)
+        return _compiled(_forward, x.is_cuda)(gathered, weight, bias[0] if bias else None, of_rows, silu)
 
 
 @operator("causal_conv_backward")
 def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: bool) -> list[Tensor]:
     """The gradients of the inputs."""
-    plan, (x, *parameters) = find_plan(handle), inputs
-    width = parameters[0].shape[1]
-    with with_autograd(), torch.enable_grad():
-        leaves = [y.detach().requires_grad_() for y in (_gather_rows(x, plan, width), *parameters)]
-        dgathered, *dparameters = torch.autograd.grad(_convolve(plan, silu, *leaves), leaves, dout)
+    plan, (x, weight, *bias) = find_plan(handle), inputs
+    width = weight.shape[1]
+    gathered = _gather_rows(x, plan, width)
+    with with_autograd(), torch.no_grad():
+        of_rows = _indices(plan, width, gathered)
+        gradients = _compiled(_gradients, x.is_cuda)(dout, gathered, weight, bias[0] if bias else None, of_rows, silu)
+    drows, *dparameters = gradients
     sent, counts, *_ = _plan_exchange(plan, width)
-    _, *parts = dgathered.split([width - 1, *counts], 1)
+    parts = drows.split(counts, 1)
     dx = x.new_zeros(x.shape)
     for spans, part in zip(sent, _trade(parts, list(map(count_rows, sent)), plan), strict=True):
         add_rows(dx, spans, part)
