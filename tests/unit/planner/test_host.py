@@ -45,7 +45,7 @@ def test_ranks_of_a_node_share_its_host() -> None:
 def test_on_a_cpu_nothing_is_offloaded() -> None:
     """A run says that it is inactive there: all is in host memory."""
     offloads = ("parallel.fsdp_cpu_offload", "optimizer.offload_state", "activation.offload")
-    config = "train_configs/quickstart.toml"
+    config = "train_configs/stdlib_on_cpu.toml"
     plain, offloaded = (
         estimates(config, *(f"--{key}={value}" for key in offloads), nodes=1, device="cpu")
         for value in ("false", "true")
