@@ -58,7 +58,7 @@ PARTS = (
     Part("cudnn", 60, "tests of the cuDNN kernel in bf16; few shapes, as each is a plan to build"),
     Part("linear", 60, "gated delta rules in torch against fp64, then fused kernels where they are installed"),
     Part("options", 150, "four steps of tiny models with each option that a GPU changes, beside fp32"),
-    Part("quickstart", 180, "the quickstart in fp32, and in bf16 killed and resumed with equal losses"),
+    Part("stdlib", 180, "stdlib_on_cpu.toml in fp32, and in bf16 killed and resumed with equal losses"),
     Part("waits", 40, "steps of tiny models, in which the host waits for the GPU nowhere"),
     Part("offload", 45, "tests of activations that go to host memory"),
     Part("families", 50, "some models of transformers beside their own attention"),

@@ -56,7 +56,7 @@ def share_a_gpu(record: Record) -> bool:
 
 
 def command_of(record: Record, folder: Path, options: Sequence[str]) -> list[str]:
-    """Trains the quickstart on all GPUs, or on two ranks that share one."""
+    """Trains stdlib_on_cpu.toml on all GPUs, or on two ranks that share one."""
     ranks = ranks_of(record)
     if not share_a_gpu(record):
         return training_command(record, ranks, folder, options)
@@ -65,7 +65,7 @@ def command_of(record: Record, folder: Path, options: Sequence[str]) -> list[str
 
 
 def parity(record: Record) -> None:
-    """The first step of the quickstart's stages on all ranks beside one; and what the doctor says."""
+    """The first step of the stages of stdlib_on_cpu.toml on all ranks beside one; and what the doctor says."""
     chosen = {"hybrid": PARITY["hybrid"]} if record.rehearsal else PARITY
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
 

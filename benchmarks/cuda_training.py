@@ -1,4 +1,4 @@
-"""The parts of `benchmarks/cuda.sh` that train: tiny models with each option, the quickstart, packed documents."""
+"""The parts of `benchmarks/cuda.sh` that train: tiny models with each option, stdlib_on_cpu.toml, packed documents."""
 
 import os
 import statistics
@@ -17,7 +17,7 @@ from benchmarks.cuda_record import Record
 CORPUS_CACHE = Path(tempfile.gettempdir(), f"torchtitan-cp-corpus-{os.getuid()}")
 
 
-def quickstart(record: Record) -> None:
+def stdlib(record: Record) -> None:
     """Twenty steps in fp32; in bf16 with deterministic kernels, the same once killed and resumed."""
     steps, kill_at = ((8, 6, 6), 9) if not record.rehearsal else ((2, 2, 1), 3)
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def _figures(lines: Sequence[Line]) -> Line:
 
 
 def train(record: Record, folder: Path, options: Sequence[str], kill_at: int | None = None) -> tuple[str, list[Line]]:
-    """Train the quickstart on one rank.
+    """Train stdlib_on_cpu.toml on one rank.
 
     Args:
         record: of the part.
@@ -79,20 +79,20 @@ def train(record: Record, folder: Path, options: Sequence[str], kill_at: int | N
 
 
 def training_command(record: Record, ranks: int, folder: Path, options: Sequence[str]) -> list[str]:
-    """Trains the quickstart on some ranks; see `training_arguments`."""
+    """Trains stdlib_on_cpu.toml on some ranks; see `training_arguments`."""
     config, *options = training_arguments(record, folder, options)
     return [sys.executable, "-m", "torchtitan_cp.cli.train", config, "--nproc", str(ranks), *options]
 
 
 def training_arguments(record: Record, folder: Path, options: Sequence[str]) -> list[str]:
-    """The quickstart, of whose corpus the parts share the tokens; in a rehearsal the pages of docs/."""
+    """stdlib_on_cpu.toml, of whose corpus the parts share the tokens; in a rehearsal the pages of docs/."""
     folders = [f"--job.dump_folder={folder}", f"--data.cache_folder={CORPUS_CACHE}"]
     options = [*folders, "--job.max_restarts=0", *options]
     if record.rehearsal:
         options += ["--data.source=text", "--data.path=docs/*.md", "--data.document=file"]
         options += ["--data.validation_fraction=0.25", "--tokenizer.kind=bytes", "--evaluation.tokens=2048"]
         options += ["--model.overrides.n_layers=1", "--metrics.tensorboard=false"]
-    return ["train_configs/quickstart.toml", *options]
+    return ["train_configs/stdlib_on_cpu.toml", *options]
 
 
 # What parts `options`, `waits` and `packed` override: the run, its model, and one option.

@@ -110,7 +110,7 @@ def ours_of_transformers(length: int, folder: str, cache: str, strategy: str, co
 
 
 def llama_config(length: int) -> Any:
-    """The quickstart's model as transformers describes it."""
+    """The debug Llama as transformers describes it."""
     library: Any = importlib.import_module("transformers")
     size = FLAVORS["debug"]
     return library.LlamaConfig(
@@ -224,7 +224,7 @@ def guarded(name: str, *arguments: Any) -> Run:
 
 
 def measure(lengths: list[int], contenders: list[str], strategy: str, rounds: int, cache: str) -> Iterator[Row]:
-    """The quickstart's model, fp32, the same tokens a step, on two cores; a step of each in turn, rounds times.
+    """The debug Llama, fp32, the same tokens a step, on two cores; a step of each in turn, rounds times.
 
     over_last: the median of the rounds' own ratios; the first step is not counted. peak_mib: of all processes, beyond
     what they held before. A contender that is not installed is named with the reason and left out; ratios are over the

@@ -53,6 +53,6 @@ def measure(config: str, ranks: int, cache: str, rounds: int) -> Iterator[Row]:
 
 BENCHMARK = Benchmark(
     measure,
-    {"config": "train_configs/quickstart.toml", "ranks": 2, "cache": "outputs/cache", "rounds": 3},
+    {"config": "train_configs/stdlib_on_cpu.toml", "ranks": 2, "cache": "outputs/cache", "rounds": 3},
     {"rounds": 1},
 )

@@ -65,7 +65,8 @@ def stages(number: int, seq_len: int = 0, tokens: int = 0, steps: int = 1) -> tu
 
 # Of each config that the pages train, the words that cut it.
 RUNS = {
-    "train_configs/quickstart.toml": (*stages(3, seq_len=256, tokens=2048), "--model.overrides.n_layers=1"),
+    "train_configs/quickstart.toml": (*stages(3, seq_len=64, tokens=2048), "--evaluation.passkey.trials=1"),
+    "train_configs/stdlib_on_cpu.toml": (*stages(3, seq_len=256, tokens=2048), "--model.overrides.n_layers=1"),
     "train_configs/six_stages_on_cpu.toml": (
         *stages(6, tokens=8192),
         "--curriculum.stages[5].data.growth_steps=1",
@@ -95,7 +96,9 @@ RUNS = {
 QUICKSTART = "./run_train.sh"
 # Their Pythons are new ones, as a reader's are; those of the others are forks.
 FRESH = (QUICKSTART, "python -m benchmarks start_up")
-TRACED = "./run_train.sh '--profiling.steps=[20]' '--profiling.ranks=[0,1]'"
+TRACED = (
+    "CONFIG_FILE=train_configs/stdlib_on_cpu.toml ./run_train.sh '--profiling.steps=[20]' '--profiling.ranks=[0,1]'"
+)
 # Of each option of a benchmark that asks for long work, what is asked instead.
 SMALL = {
     "--lengths": "256",
@@ -111,8 +114,10 @@ SHORT = {"packed": ("--seq-len", "2048")}
 REST = ("optimizer", "training_speed")
 # They differ from another command here in the values of keys alone, so a check is all that is asked of them.
 CHECKED = (
-    "./run_train.sh --data.source=text --data.path=my_texts --job.dump_folder=outputs/mine",
-    "./run_train.sh --data.source=text --data.path=my_texts --job.dump_folder=outputs/mine --tokenizer.kind=bytes",
+    "CONFIG_FILE=train_configs/stdlib_on_cpu.toml ./run_train.sh --data.source=text --data.path=my_texts "
+    "--job.dump_folder=outputs/mine",
+    "CONFIG_FILE=train_configs/stdlib_on_cpu.toml ./run_train.sh --data.source=text --data.path=my_texts "
+    "--job.dump_folder=outputs/mine --tokenizer.kind=bytes",
     "./run_train.sh --job.log_level=debug",
     "CONFIG_FILE=my.toml ./run_train.sh",
     "CONFIG_FILE=my.toml NPROC=8 ./run_train.sh --optimizer.lr=1e-4 '--curriculum.stages[0].steps=500'",

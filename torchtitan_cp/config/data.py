@@ -17,7 +17,8 @@ class SourceKeys:
     Attributes:
         source: python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst];
             parquet: .parquet (extra parquet); huggingface: a dataset by name or folder (extra hub); python-docstrings:
-            conversations about the functions and classes of the interpreter's own library
+            conversations about the functions and classes of the interpreter's own library; python-recall: that library
+            with names and keys planted in it, for tiny models to find again
         path: file, folder or glob; with huggingface the dataset's name or a local folder
         subset: huggingface: the dataset's configuration, where it has several
         split: huggingface: the split that is read
@@ -40,7 +41,7 @@ class SourceKeys:
         validation_fraction: share of files (or rows) held out, chosen by hash
     """
 
-    source: str = key("python-stdlib", choices=("python-stdlib", "text", *names.ROW_SOURCES, "python-docstrings"))
+    source: str = key("python-stdlib", choices=(*names.LIBRARY_SOURCES, "text", *names.ROW_SOURCES))
     path: str = key("", read_by=("text", *names.ROW_SOURCES))
     subset: str = key("", read_by=("huggingface",))
     split: str = key("train", read_by=("huggingface",))

@@ -10,6 +10,7 @@ KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
 TRANSFERS = ("exact", "float8")
 LAYOUTS = ("auto", "contiguous", "zigzag", "balanced", "documents")
 ACTIVATIONS = ("none", "full", "selective", "attention_saved")
+LIBRARY_SOURCES = ("python-stdlib", "python-docstrings", "python-recall")  # of the running interpreter
 ROW_SOURCES = ("jsonl", "parquet", "huggingface")
 OPTIMIZERS = ("adamw", "muon")
 PACKINGS = ("concat", "best_fit")

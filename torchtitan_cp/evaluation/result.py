@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +24,13 @@ class Retrieval(NamedTuple):
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
 
+    @classmethod
+    def of_lists(
+        cls, accuracy: Sequence[Sequence[float | None]], lengths: Sequence[int], depths: Sequence[float]
+    ) -> "Retrieval":
+        """What JSON holds of it, with null where nothing was tried."""
+        return cls(np.array(accuracy, dtype=np.float64), tuple(lengths), tuple(depths))
+
     def at(self, seq_len: int) -> float | None:
         """Mean over depths at the longest length up to `seq_len`; None if that was not tried."""
         lengths = [length for length in self.lengths if length <= seq_len]
@@ -33,6 +40,19 @@ class Retrieval(NamedTuple):
         """Mean over depths, of each length that was tried."""
         columns = zip(self.lengths, self.accuracy.T, strict=True)
         return {length: float(np.nanmean(column)) for length, column in columns if not np.isnan(column).all()}
+
+
+class Baseline(NamedTuple):
+    """What was measured at step 0, for later evaluations to be compared with.
+
+    Attributes:
+        loss, by_source: as of EvaluationResult, or None where JSON has no number.
+        passkey: accuracy with one key, if it was asked for.
+    """
+
+    loss: float | None
+    by_source: Mapping[str, float | None]
+    passkey: Retrieval | None
 
 
 @dataclass(frozen=True)
@@ -99,8 +119,25 @@ class EvaluationResult:
         names = zip(("1", "2", "3", "4", "5 and later"), self.turn_losses, strict=False)
         return {name: loss for name, loss in names if not math.isnan(loss)}
 
-    def lines(self, step: int, seq_len: int) -> Iterator[str]:
-        """Lines for a person."""
+    def since(self, start: Baseline, seq_len: int) -> dict[str, float]:
+        """What changed since step 0, by name, of what was measured both times.
+
+        Args:
+            seq_len: of the stage.
+        """
+        changes = {"loss": _change(self.loss, start.loss)}
+        for name, loss in self.by_source.items() if len(self.by_source) > 1 else ():
+            changes[f"loss_by_source/{name}"] = _change(loss, start.by_source.get(name))
+        if "passkey" in self.retrieval and start.passkey:
+            changes["passkey_accuracy"] = _change(self.retrieval["passkey"].at(seq_len), start.passkey.at(seq_len))
+        return {name: change for name, change in changes.items() if change is not None}
+
+    def lines(self, step: int, seq_len: int, start: Baseline | None = None) -> Iterator[str]:
+        """Lines for a person.
+
+        Args:
+            start: what was found at step 0, where that is to be compared with.
+        """
         yield (
             f"validation at step {step}: loss {self.loss:.4f} on held-out text at length {seq_len:,} "
             f"(a unigram model: {self.unigram:.4f})"
@@ -125,7 +162,19 @@ class EvaluationResult:
             if means := retrieval.by_length():
                 accuracy = ", ".join(f"{mean:.0%} at {length:,}" for length, mean in means.items())
                 yield f"{name.replace('_', ' ')} right: {accuracy}"
+        if start and (changes := self.since(start, seq_len)):
+            said = [f"{name.replace('loss_by_source/', '')} {change:+.4f}" for name, change in changes.items()]
+            if "passkey_accuracy" in changes:
+                said[-1] = f"passkey right {100 * changes['passkey_accuracy']:+.0f} points"
+            yield "since step 0: " + ", ".join(said)
         if repeated := [f"{name} {epochs:.1f} times" for name, epochs in self.held_out_epochs.items() if epochs > 1]:
             yield f"held-out text read more than once: {', '.join(repeated)} (evaluation.tokens)"
         if self.left_out:
             yield "not measured: " + "; ".join(self.left_out)
+
+
+def _change(now: float | None, before: float | None) -> float | None:
+    """The difference of two numbers; None if either is none."""
+    if now is None or before is None or math.isnan(now) or math.isnan(before):
+        return None
+    return now - before

@@ -1,15 +1,19 @@
-"""The console: a progress bar on a terminal, a line every half minute elsewhere, a table at the end of each stage."""
+"""The console: a progress bar on a terminal, a line every half minute elsewhere, tables of what was learned."""
 
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from torchtitan_cp.config.names import format_tokens
 from torchtitan_cp.metrics.step_record import StepRecord
 
 LINE_SECONDS = 30.0  # metrics.jsonl has every step
@@ -18,6 +22,8 @@ LINE_SECONDS = 30.0  # metrics.jsonl has every step
 # The table of stages: header and format of each column.
 COLUMNS = {"stage": "", "seq_len": ",", "cp": "", "steps": ",", "first": ".4f", "last": ".4f", "far": ".4f"}
 COLUMNS |= {"passkey": ".0%", "tok/s": ",.0f", "mfu": ".1%", "GiB": ".2f"}
+# Colors of a cell in the map of keys, from the fraction found on that they are for.
+CELL_STYLES = {0.9: "black on green", 0.5: "black on yellow", 0.2: "white on red", 0.0: "white on black"}
 
 
 class _Terminal(Console):
@@ -94,6 +100,32 @@ class ConsoleSink:
             table.add_row(*("-" if value is None else format(value, form) for value, form in cells))
         with suppress(OSError):
             self.terminal.print(table)
+
+    def print_reach(self, stages: Sequence[tuple[str, int]], lengths: Sequence[int], found: np.ndarray) -> None:
+        """Print the map of the keys found, colored if colors show: a row for each stage, a column for each length.
+
+        Args:
+            stages: name and sequence length of each.
+            lengths: tokens of the prompts, rising.
+            found: `[stages, lengths]`, fractions; NaN prints as a blank.
+        """
+        width = max(len("stage"), *(len(name) for name, _ in stages))
+        head = " ".join([f"{'stage':<{width}}", *(f"{format_tokens(length):>5} " for length in lengths)])
+        lines = [
+            Text("Keys found after each stage, in the upper half of prompts of so many tokens (| ends its length)"),
+            Text(head.rstrip(), "bold"),
+        ]
+        for (name, seq_len), row in zip(stages, found.tolist(), strict=True):
+            line = Text(f"{name:<{width}} ")
+            last = max((length for length in lengths if length <= seq_len), default=0)
+            for length, value in zip(lengths, row, strict=True):
+                cell, style = "", ""
+                if not math.isnan(value):
+                    cell, style = f"{value:.0%}", next(CELL_STYLES[least] for least in CELL_STYLES if value >= least)
+                line.append(f"{cell:>5} ", style).append("|" if length == last else " ")
+            lines.append(line)
+        with suppress(OSError):
+            self.terminal.print(*lines, sep="\n", soft_wrap=True)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -5,6 +5,7 @@ imported at the first figure. pyplot, which keeps global state, is not used.
 """
 
 import importlib
+import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,33 @@ def draw_retrieval_map(
     trained = sum(length <= trained_length for length in lengths)
     if 0 < trained < len(lengths):
         axes.axvline(trained - 0.5, color="black", linewidth=2)
+    return _pixels(figure)
+
+
+def draw_reach(stages: Sequence[tuple[str, int]], lengths: Sequence[int], found: np.ndarray) -> np.ndarray:
+    """How far back each stage's model finds keys: a row for each stage, a column for each length of prompts.
+
+    The darker, the more are found, so that it can be read without colors; a line ends the stage's length.
+
+    Args:
+        stages: name and sequence length of each.
+        lengths: tokens of the prompts, rising.
+        found: `[stages, lengths]`, fractions; NaN where nothing was asked.
+    """
+    width, height = 2.2 + 0.62 * len(lengths), 1.5 + 0.42 * len(stages)
+    title, xlabel = "planted keys that are found after each stage", "tokens of a prompt with the key in its upper half"
+    figure, axes = _figure(width, height, xlabel=xlabel, ylabel="stage", title=title)
+    axes.imshow(np.ma.masked_invalid(found), cmap="YlGnBu", vmin=0, vmax=1, aspect="auto")
+    axes.set_facecolor("#dddddd")
+    axes.set_xticks(range(len(lengths)), [format_tokens(length) for length in lengths])
+    axes.set_yticks(range(len(stages)), [name for name, _ in stages])
+    for (row, column), value in np.ndenumerate(found):
+        if np.isfinite(value):
+            color = "white" if value > 0.6 else "black"
+            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=8, color=color)
+    for row, (_, seq_len) in enumerate(stages):
+        edge = sum(length <= seq_len for length in lengths) - 0.5
+        axes.plot([edge, edge], [row - 0.5, row + 0.5], color="crimson", linewidth=2.5)
     return _pixels(figure)
 
 
@@ -161,6 +189,13 @@ def _figure(width: float, height: float, **labels: str) -> "tuple[Figure, Axes]"
     importlib.import_module("matplotlib").rcParams["text.parse_math"] = False  # a stage's name may have dollar signs
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     return figure, figure.add_subplot(**labels)
+
+
+def to_png(pixels: np.ndarray) -> bytes:
+    """An image as the bytes of a PNG file."""
+    file = io.BytesIO()
+    importlib.import_module("matplotlib.image").imsave(file, pixels, format="png")
+    return file.getvalue()
 
 
 def _pixels(figure: "Figure") -> np.ndarray:

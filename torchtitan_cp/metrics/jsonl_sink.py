@@ -85,13 +85,25 @@ class LineFile:
         self.file.close()
 
 
+class RetrievalFields(TypedDict):
+    """The fields of Retrieval."""
+
+    accuracy: list[list[float | None]]
+    lengths: list[int]
+    depths: list[float]
+
+
 class EvaluationLine(TypedDict):
     """What is read back of a line of evaluation.jsonl; see EvaluationResult for the rest."""
 
     step: int
     stage: str
+    seq_len: int
+    loss: float | None
+    by_source: dict[str, float | None]
     position_starts: list[int]
     position_losses: list[float | None]
+    retrieval: dict[str, RetrievalFields]
 
 
 def read_evaluations(folder: Path) -> list[EvaluationLine]:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
 from torchtitan_cp.config import to_toml
+from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.run_folder import RUN_CONFIG, prepare_run_folder
 from torchtitan_cp.curriculum import ResolvedStage, describe_rope
@@ -24,7 +25,7 @@ from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.metrics import figures
 from torchtitan_cp.metrics.expert_load import expert_fields, expert_loads
-from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, read_evaluations
+from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, EvaluationLine, read_evaluations
 from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
 from torchtitan_cp.metrics.step_record import StepRecord
@@ -32,11 +33,12 @@ from torchtitan_cp.metrics.tensorboard_sink import TENSORBOARD_FOLDER
 from torchtitan_cp.metrics.throughput import find_peak, flops_per_token, imbalance, keys_sent, mean_keys
 from torchtitan_cp.parallel.experts import Routing
 from torchtitan_cp.training.data_pipeline import DataPipeline
+from torchtitan_cp.training.evaluation_history import Curves, EvaluationHistory
 from torchtitan_cp.training.model import ParallelModel
 
 logger = logging.getLogger(__name__)
+REACH_FILE = "keys_found.png"  # in the run's folder
 SPEED_DECAY = 0.9  # per step, of the moving average of a stage's speed
-Curves = dict[str, tuple[Sequence[int], Sequence[float | None]]]
 
 
 class RunRecorder:
@@ -59,7 +61,7 @@ class RunRecorder:
         self.peak = find_peak(device.device, device.name, model.compute_dtype, config.metrics.peak_tflops)
         self.peak_checked = world.rank != 0
         self.training_curves: Curves = {}
-        self.evaluation_curves: Curves = {}
+        self.history = EvaluationHistory()
         self.stage_rows: dict[int, dict[str, str | float | None]] = {}
         self.speeds: dict[int, float] = {}
         self.newest: StepRecord | None = None
@@ -88,7 +90,7 @@ class RunRecorder:
                 replace_file(self.folder / TOKENIZER_FILE, tokenizer.path.read_bytes())
             log.open_files(self.folder, steps_done, evaluates_again=evaluates_again)
             for record in read_evaluations(self.folder):
-                self.evaluation_curves[record["stage"]] = (record["position_starts"], record["position_losses"])
+                self.history.add(record)
             log.text("config", f"```toml\n{text}\n```", steps_done)
             for name, stream in self.data.streams.items():
                 lengths = stream.store.document_lengths
@@ -254,19 +256,23 @@ class RunRecorder:
         return mfu
 
     def record_evaluation(self, stage: ResolvedStage, step: int, result: EvaluationResult) -> None:
-        """Record the result of an evaluation."""
+        """Record the result of an evaluation, and what changed since that at step 0."""
         self.evaluation, self.evaluated_at, log = result, step, self.log
-        log.say("\n".join(result.lines(step, stage.seq_len)))
-        record = {"step": step, "stage": stage.name, "seq_len": stage.seq_len, **result.to_json()}
+        start = self.history.baseline if step else None
+        log.say("\n".join(result.lines(step, stage.seq_len, start)))
+        record: dict[str, Json] = {"step": step, "stage": stage.name, "seq_len": stage.seq_len, **result.to_json()}
+        record["since_start"] = dict(result.since(start, stage.seq_len)) if start else None
         scalars = {f"validation/{name}": value for name, value in result.scalars(stage.seq_len).items()}
         log.evaluation(record, scalars, step)
-        self.evaluation_curves[stage.name] = (result.position_starts, result.position_losses)
+        history, name = self.history, self.history.add(cast(EvaluationLine, record))
         self._draw_routing(step)
-        log.image("validation/loss_by_position", step, figures.draw_loss_by_position, self.evaluation_curves)
-        for name, retrieval in result.retrieval.items():
+        log.image("validation/loss_by_position", step, figures.draw_loss_by_position, history.curves)
+        for variant, retrieval in result.retrieval.items():
             if retrieval.by_length():
-                tag, draw = f"validation/{name}/{stage.name}", figures.draw_retrieval_map
-                log.image(tag, step, draw, *retrieval, trained_length=stage.seq_len, title=name)
+                tag, draw = f"validation/{variant}/{name}", figures.draw_retrieval_map
+                log.image(tag, step, draw, *retrieval, trained_length=stage.seq_len, title=variant)
+        if history.reach:
+            log.image("validation/keys_found", step, figures.draw_reach, *history.reach_map())
 
     def _draw_routing(self, step: int) -> None:
         """Draw the experts' load in the last step, unless it is drawn already."""
@@ -316,15 +322,35 @@ class RunRecorder:
         self.log.say(self.data.describe_epochs(progress.text_step))
 
     def finish(self) -> None:
-        """Print the last validation loss and where the run's files are."""
+        """Print how far back keys are found, the last validation loss, and where the run's files are."""
         folder, lines = self.folder, []
+        self.log.console.close()
+        if said := self.history.describe_reach():
+            self.log.console.print_reach(*self.history.reach_map())
+            lines.append(said)
         if last := self.evaluation:
-            lines.append(f"validation loss {last.loss:.4f} on held-out text; a unigram model has {last.unigram:.4f}")
+            start = self.history.baseline
+            before = f", {start.loss:.4f} at step 0" if start and start.loss is not None else ""
+            lines.append(
+                f"validation loss {last.loss:.4f} on held-out text{before}; a unigram model has {last.unigram:.4f}"
+            )
         if self.config.checkpoint.enable:
             lines.append(f"checkpoints: {folder / 'checkpoints'}")
         lines.append(f"every step:  {folder / METRICS_FILE}")
+        if said and self._write_reach():
+            lines.append(f"keys found:  {folder / REACH_FILE}")
         if self.config.metrics.tensorboard:
             board = folder / TENSORBOARD_FOLDER
             lines.append(f"look at it:  tensorboard --logdir {board}, then http://localhost:6006/#custom_scalars")
-        self.log.console.close()
         self.log.say("\n".join(lines))
+
+    def _write_reach(self) -> bool:
+        """Write the map as a picture; False if that fails. Only rank 0 has the run's folder."""
+        if self.world.rank:
+            return False
+        try:
+            replace_file(self.folder / REACH_FILE, figures.to_png(figures.draw_reach(*self.history.reach_map())))
+        except OSError as error:
+            logger.error("%s cannot be written: %s", self.folder / REACH_FILE, error.strerror)
+            return False
+        return True

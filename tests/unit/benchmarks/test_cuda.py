@@ -86,9 +86,9 @@ def test_a_part_that_hangs_and_one_that_crashes_are_said_and_the_others_run(tmp_
     assert ends["efficient"]["status"] == "crashed"
     assert ends["cudnn"] | {"why": "killed by SIGKILL", "last_lines": ["first words of cudnn"]} == ends["cudnn"]
     assert ends["offload"]["status"] == "failed"
-    assert {ends[name]["status"] for name in ("versions", "quickstart", "shares", "steps", "flex")} == {"passed"}
+    assert {ends[name]["status"] for name in ("versions", "stdlib", "shares", "steps", "flex")} == {"passed"}
     assert "| flash | stopped at its limit | 2" in done.stdout
-    assert "| quickstart | passed | " in done.stdout
+    assert "| stdlib | passed | " in done.stdout
     assert "efficient: crashed, exit code 1, ModuleNotFoundError: No module named 'rich'" in done.stdout
     assert "- cudnn: crashed, killed by SIGKILL\n" in done.stdout
     assert "Last lines of cudnn:\n\n    first words of cudnn\n" in done.stdout
@@ -116,7 +116,7 @@ def test_an_interrupted_run_says_what_did_not_run_and_goes_on_from_there(tmp_pat
     fitting = ["efficient", "cudnn", "linear", "waits", "offload", "families", "flex", "packed"]
     assert started == ["versions", "flash", "flash", *fitting]
     told = subprocess.run(**command(sys.executable, tmp_path, "--summary"), check=False).stdout
-    assert "quickstart (no time was left: its limit is 180 s, " in told
+    assert "stdlib (no time was left: its limit is 180 s, " in told
     subprocess.run(**command(interpreter(tmp_path), tmp_path, "versions", "steps"), check=False)
     assert [line["part"] for line in lines_of(tmp_path) if line["status"] == "started"][11:] == ["versions", "steps"]
 
@@ -152,7 +152,7 @@ def test_a_line_that_was_cut_and_a_part_that_was_killed_with_its_driver_are_not_
 def test_the_limits_of_one_gpu_fit_into_twenty_minutes_and_each_half_into_ten() -> None:
     limits = [part.limit_seconds for part in PARTS if part.gpus == 1]
     assert sum(limits) <= 1200
-    first = ONE_GPU.index("quickstart") + 1
+    first = ONE_GPU.index("stdlib") + 1
     assert sum(limits[:first]) < 590
     assert limits[0] + sum(limits[first:]) < 590
 
@@ -189,7 +189,7 @@ def test_every_part_runs_on_a_cpu_with_emulated_kernels(tmp_path: Path) -> None:
     with forked_python(tmp_path) as python:
         # The parts that kill ranks need them to be their own, as they are below a new Python.
         program.write_text(
-            f'#!/bin/sh\ncase "$3" in quickstart|faults) exec {sys.executable} "$@"; esac\nexec {python} "$@"\n'
+            f'#!/bin/sh\ncase "$3" in stdlib|faults) exec {sys.executable} "$@"; esac\nexec {python} "$@"\n'
         )
         program.chmod(0o755)
         done = subprocess.run(**command(str(program), tmp_path, "--rehearsal"), check=False)

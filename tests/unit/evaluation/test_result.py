@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
+from torchtitan_cp.evaluation.result import Baseline, EvaluationResult, Retrieval
 
 
 def test_accuracy_at_a_length_is_of_the_longest_up_to_it_and_unknown_if_that_was_not_tried() -> None:
@@ -41,3 +41,22 @@ def test_the_loss_on_a_stages_own_mixture_is_said_and_plotted_beside_the_loss_wh
     assert next(two.lines(7, 128)).endswith("(a unigram model: 3.0000); 3.5000 on the stage's own mixture")
     assert (two.scalars(128)["loss"], two.scalars(128)["stage_loss"]) == (2.0, 3.5)
     assert two.to_json()["stage_loss"] == 3.5
+
+
+def test_what_changed_since_step_0_is_said_of_what_was_measured_both_times() -> None:
+    def passkey(*accuracy: float) -> Retrieval:
+        return Retrieval(np.array([accuracy]), (64, 128), (0.0,))
+
+    before = Baseline(5.0, {"a": 6.0, "b": None}, passkey(0.25, math.nan))
+    result = EvaluationResult(
+        2.0, 3.0, {"a": 2.5, "b": 1.0, "c": math.nan}, [0], [2.0], retrieval={"passkey": passkey(1.0, 0.5)}
+    )
+    assert result.since(before, 64) == {"loss": -3.0, "loss_by_source/a": -3.5, "passkey_accuracy": 0.75}
+    said = "since step 0: loss -3.0000, a -3.5000, passkey right +75 points"
+    assert said in list(result.lines(7, 64, before))
+    assert not [line for line in result.lines(7, 64) if "since" in line]
+    assert result.since(before, 128) == {"loss": -3.0, "loss_by_source/a": -3.5}
+    alone = EvaluationResult(2.0, 3.0, {"a": 2.0}, [0], [2.0])
+    assert list(alone.lines(7, 64, before._replace(passkey=None)))[-1] == "since step 0: loss -3.0000"
+    nothing = Baseline(None, {}, None)
+    assert not [line for line in result.lines(7, 64, nothing) if "since" in line]

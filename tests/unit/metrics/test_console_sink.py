@@ -3,7 +3,9 @@
 import errno
 import io
 import os
+import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -77,6 +79,28 @@ def test_a_name_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[st
     assert printed.count("[long] 8K[/b]") == 2
 
 
+def test_the_map_of_keys_is_plain_without_colors_and_a_bar_ends_the_length_of_each_stage() -> None:
+    console = ConsoleSink(100, 0, enabled=True)
+    text = printed(console, 80)
+    found = np.array([[1.0, 0.95, 0.5, 0.04], [1.0, 0.91, 0.9, np.nan]])
+    console.print_reach([("64", 64), ("[long] 128", 128)], [32, 64, 128, 1024], found)
+    _, *lines = text.getvalue().splitlines()
+    assert [line.rstrip() for line in lines] == [
+        "stage         32     64    128     1K",
+        "64          100%    95% |  50%     4%",
+        "[long] 128  100%    91%    90% |",
+    ]
+
+
+def test_the_map_of_keys_has_a_color_for_each_range_on_a_terminal() -> None:
+    console, text = ConsoleSink(100, 0, enabled=True), io.StringIO()
+    console.terminal = Console(file=text, width=80, force_terminal=True, color_system="standard")
+    console.print_reach([("64", 64)], [16, 32, 64, 128], np.array([[1.0, 0.7, 0.3, 0.0]]))
+    cells = re.findall(r"\x1b\[([0-9;]+)m +(\d+%)", text.getvalue())
+    assert [number for _, number in cells] == ["100%", "70%", "30%", "0%"]
+    assert len({color for color, _ in cells}) == 4
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
 def test_training_goes_on_where_nothing_can_be_printed(number: int) -> None:
     class Broken(io.StringIO):
@@ -88,3 +112,4 @@ def test_training_goes_on_where_nothing_can_be_printed(number: int) -> None:
     console.print("a line")
     console.step(record(1))
     console.print_stages([dict.fromkeys(COLUMNS)])
+    console.print_reach([("64", 64)], [64], np.ones((1, 1)))

@@ -1,5 +1,8 @@
 """What figures are drawn from, and that each can be drawn."""
 
+import importlib
+import io
+
 import numpy as np
 import pytest
 
@@ -11,7 +14,9 @@ from torchtitan_cp.metrics.figures import (
     draw_document_lengths,
     draw_expert_loads,
     draw_loss_by_position,
+    draw_reach,
     draw_retrieval_map,
+    to_png,
 )
 
 MASKS = {
@@ -42,6 +47,7 @@ def test_figures_are_arrays_of_colors() -> None:
     for image in (
         draw_loss_by_position({"4K": ([0, 16, 32], [3.0, 2.5, float("nan")]), "8K": ([0, 16], [2.0, 1.5])}),
         draw_retrieval_map(accuracy, [512, 1024, 3000], [0.0, 1.0], trained_length=1024, title="passkey"),
+        draw_reach([("512", 512), ("1K", 1024)], [512, 1024, 3000], accuracy),
         draw_document_lengths(np.array([0, 1, 5, 4096, 100_000]), "books"),
         draw_document_lengths(np.array([], dtype=np.int64), "nothing"),
         draw_attention_owners(plan, "zigzag"),
@@ -57,6 +63,21 @@ def test_only_an_expert_without_tokens_is_black() -> None:
     loads = np.array([[4.0, 1.0, 1.0, 1e-3, 3.999], [1.0, 1.0, 1.0, 1.0, 1.0], [np.nan] * 5])
     black = [(draw_expert_loads(x) == 0).all(2).sum() for x in (loads, np.where(loads < 0.01, 0.0, loads))]
     assert black[1] > black[0] + 500  # of text and axes
+
+
+def test_the_map_of_keys_can_be_read_without_colors() -> None:
+    """The more keys are found, the darker is a cell."""
+    lightness = [
+        draw_reach([("64", 64)], [32, 64], np.full((1, 2), value)).mean(2)[70:100].mean()
+        for value in (0.0, 0.3, 0.6, 1.0)
+    ]
+    assert np.all(np.diff(lightness) < -10)
+
+
+def test_an_image_as_png_is_the_same_pixels() -> None:
+    pixels = draw_reach([("64", 64)], [32, 64], np.array([[1.0, 0.5]]))
+    read = importlib.import_module("matplotlib.image").imread(io.BytesIO(to_png(pixels)), format="png")
+    np.testing.assert_array_equal(np.round(read[..., :3] * 255).astype(np.uint8), pixels)
 
 
 def test_a_name_with_dollar_signs_is_no_formula() -> None:

@@ -51,7 +51,7 @@ def test_a_part_of_a_node_has_its_share_of_the_hosts_memory_unless_it_is_given()
 def test_on_a_cpu_nothing_is_offloaded() -> None:
     """A run says that it is inactive there: all is in host memory."""
     offloads = ("parallel.fsdp_cpu_offload", "optimizer.offload_state", "activation.offload")
-    config = "train_configs/quickstart.toml"
+    config = "train_configs/stdlib_on_cpu.toml"
     plain, offloaded = (
         estimates(config, *(f"--{key}={value}" for key in offloads), nodes=1, device="cpu")
         for value in ("false", "true")

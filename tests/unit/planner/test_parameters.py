@@ -84,7 +84,7 @@ def test_attention_flops_are_half_of_those_that_torch_counts_for_a_full_mask() -
 
 def test_the_vocabulary_is_the_shapes_or_else_the_tokenizers() -> None:
     def vocabulary(*overrides: str) -> int:
-        size: int = sized_model_args(load_config("train_configs/quickstart.toml", overrides)).vocab_size
+        size: int = sized_model_args(load_config("train_configs/stdlib_on_cpu.toml", overrides)).vocab_size
         return size
 
     register(ARCHITECTURES)

@@ -11,18 +11,19 @@ import torch
 
 from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
 from torchtitan_cp.runtime.device import Device
+from torchtitan_cp.training.evaluation_history import EvaluationHistory
 from torchtitan_cp.training.run_recorder import RunRecorder
 
 
 def test_of_prompts_that_were_not_tried_there_is_no_map() -> None:
     recorder: Any = RunRecorder.__new__(RunRecorder)
-    recorder.log, recorder.evaluation_curves, recorder.routing = Mock(), {}, None
+    recorder.log, recorder.history, recorder.routing = Mock(), EvaluationHistory(), None
     none, some = np.full((2, 1), np.nan), np.array([[np.nan], [0.5]])
     retrieval = {name: Retrieval(cells, (512,), (0.0, 1.0)) for name, cells in (("passkey", none), ("two", some))}
     stage: Any = SimpleNamespace(name="1K", seq_len=1024)
     recorder.record_evaluation(stage, 3, EvaluationResult(2.0, 6.0, {}, [0], [2.0], retrieval=retrieval))
     drawn = [call.args[0] for call in recorder.log.image.call_args_list]
-    assert drawn == ["validation/loss_by_position", "validation/two/1K"]
+    assert drawn == ["validation/loss_by_position", "validation/two/1K"]  # and no map of the keys by stage
 
 
 def test_a_gpu_that_was_full_is_told_of_once_for_each_time(

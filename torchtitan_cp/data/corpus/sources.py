@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.data.corpus import parquet, rows
+from torchtitan_cp.data.corpus.recall import recall_documents
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
 from torchtitan_cp.data.errors import DataError
 
@@ -146,6 +147,14 @@ def _read_docstrings(file: SourceFile, source: SourceKeys, skipped: SkippedRecor
                 yield replace(text, content="", row={"messages": messages})
 
 
+def _read_recall(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
+    """The documents that `recall` makes of a file; all of them are held out, or none."""
+    for text in _read_text(file, source, skipped):
+        assert isinstance(text.content, str)
+        for content in recall_documents(text.content, file.name):
+            yield replace(text, content=content)
+
+
 def docstring_conversations(text: str) -> Iterator[list[dict[str, str]]]:
     """Questions what the functions and classes of a file do, answered by the first lines of their docstrings.
 
@@ -185,5 +194,6 @@ SOURCES = {
     "jsonl": Source(partial(_find_at_path, suffixes=rows.JSONL_SUFFIXES), rows.read_jsonl, JSONL),
     "parquet": Source(_find_parquet, parquet.read_parquet, "*.parquet files: a folder, a file or a glob"),
     "python-docstrings": Source(_find_stdlib, _read_docstrings, TEXT),
+    "python-recall": Source(_find_stdlib, _read_recall, TEXT),
     "huggingface": Source(rows.find_dataset, rows.read_dataset, "a dataset's name, or a folder that holds one"),
 }
