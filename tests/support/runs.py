@@ -47,6 +47,7 @@ peak_tflops = 1.0
 
 [evaluation]
 tokens = 512
+at_start = false
 
 [[curriculum.stages]]
 seq_len = 128

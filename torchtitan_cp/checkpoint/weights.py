@@ -48,7 +48,12 @@ class SavedModel:
     @property
     def name(self) -> str:
         """Its name in the run, whatever its folder is called now."""
-        return f"step-{self.progress.step}"
+        return f"step-{self.step}"
+
+    @property
+    def step(self) -> int:
+        """How many steps the run had taken."""
+        return self.progress.step
 
     @property
     def run_folder(self) -> Path:

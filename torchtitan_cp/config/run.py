@@ -140,6 +140,7 @@ class Evaluation:
 
     Attributes:
         interval: steps between evaluations; 0: only at the end of each stage
+        at_start: evaluate before the first step too, if max_share has time for it; later evaluations say what changed
         tokens: held-out tokens of one validation
         max_share: fraction of the run's time for evaluation; beyond it, those within a stage and parts of
             others are skipped
@@ -149,6 +150,7 @@ class Evaluation:
     """
 
     interval: int = key(0, least=0)
+    at_start: bool = True
     tokens: int = key(32768, least=1)
     max_share: float = key(0.05, least=0, most=1)
     position_seq_len: int = key(0, least=0)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+TRAINING_COST = 3  # of a token, over that of evaluating it: a forward, and a backward of twice its work
+
 
 @dataclass
 class Budget:
@@ -19,17 +21,23 @@ class Budget:
         max_share: fraction of the time of training and evaluation together; 1 is no limit.
         trained_seconds, evaluation_seconds: time spent on training and on evaluation so far.
         token_seconds: seconds per token of the last evaluation.
+        planned_tokens: that the run trains. Before its first step, its time is estimated from them.
     """
 
     max_share: float
     trained_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     token_seconds: float = 0.0
+    planned_tokens: int = 0
 
     def affords(self, tokens: int) -> bool:
         """True if this many more tokens stay within max_share, at the speed of the last ones."""
-        spent = self.evaluation_seconds + tokens * self.token_seconds
-        return self.max_share >= 1 or spent <= self.max_share * (self.trained_seconds + spent)
+        token_seconds, trained_seconds = self.token_seconds, self.trained_seconds
+        if not trained_seconds:
+            token_seconds = token_seconds or 1.0  # whatever a token takes, the share is the same
+            trained_seconds = TRAINING_COST * self.planned_tokens * token_seconds
+        spent = self.evaluation_seconds + tokens * token_seconds
+        return self.max_share >= 1 or spent <= self.max_share * (trained_seconds + spent)
 
     @contextmanager
     def spending(self, tokens: int) -> Iterator[None]:

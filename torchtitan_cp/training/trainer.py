@@ -17,6 +17,7 @@ from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.run_folder import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, batch_signature
+from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
 from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
@@ -163,7 +164,9 @@ class Trainer:
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
         self.step_runner.start_stage(self.progress.spike_history)
         self.recorder = RunRecorder(self.model, self.data_pipeline, self.metrics_logger)
-        self.recorder.start(steps_done, evaluates_again=self._is_trained() and not self._is_evaluated())
+        # Before the first step there is an evaluation too.
+        evaluates_again = steps_done == 0 or (self._is_trained() and not self._is_evaluated())
+        self.recorder.start(steps_done, evaluates_again=evaluates_again)
         self.evaluator.show_progress = self.metrics_logger.console.evaluation_progress
         try:
             with self.signals:
@@ -232,6 +235,10 @@ class Trainer:
         if self.announced_stage != stage.index:
             self.announced_stage = stage.index
             self.recorder.start_stage(stage, self.progress, first_batches[0], time.perf_counter() - begun)
+        if self.config.evaluation.at_start and self.progress.step == 0 and self.evaluated_stage < 0:
+            self._evaluate_at_start(stage, batch_layout)
+            if self.stopping:
+                return
         batches = itertools.chain([first_batches], batches)
         freeze_long_lived_objects()
         for _ in range(steps_left):
@@ -389,8 +396,29 @@ class Trainer:
 
     # Between steps -----------------------------------------------------------------------------------------
 
+    def _evaluate_at_start(self, stage: ResolvedStage, batch_layout: BatchLayout) -> None:
+        """Evaluate before the first step, if there is time, for later evaluations to be compared with. Collective."""
+        self.evaluator.budget.planned_tokens = sum(each.steps * each.global_batch_tokens for each in self.stages)
+        without_gate = dataclasses.replace(stage, until={})  # which would take what time it needs
+        if result := self._measure(without_gate, batch_layout):
+            self.recorder.record_evaluation(stage, 0, result)
+
     def _evaluate(self, stage: ResolvedStage, batch_layout: BatchLayout) -> None:
         """Evaluate on held-out text, and end the stage if its gate opens. Collective."""
+        result = self._measure(stage, batch_layout)
+        if result:
+            self.recorder.record_evaluation(stage, self.progress.step, result)
+            if stage.index == 0:
+                self._set_progress(short_loss=result.loss, short_tokens=self.config.evaluation.tokens)
+            if stage.until:
+                verdict = judge(stage.until, {**result.scalars(stage.seq_len), "validation_loss": result.loss})
+                self._set_progress(stage_done=verdict.opened)
+                self.recorder.record_gate(stage, self.progress, verdict)
+        if self._is_trained() and (result or not self.stopping):
+            self._set_progress(evaluated_step=self.progress.step)
+
+    def _measure(self, stage: ResolvedStage, batch_layout: BatchLayout) -> EvaluationResult | None:
+        """Evaluate on held-out text; None if nothing could be measured. Collective."""
         job = self.config.job
         if self.evaluated_stage != stage.index:  # a stage's first evaluation may compile, as its first step may
             self.watchdog_timeout_seconds = max(job.timeout_seconds, job.startup_timeout_seconds)
@@ -402,15 +430,7 @@ class Trainer:
         self.stopping, self.save_requested = any_rank(*requests, device=self.device.device)
         if result:
             self.evaluated_stage = stage.index
-            self.recorder.record_evaluation(stage, self.progress.step, result)
-            if stage.index == 0:
-                self._set_progress(short_loss=result.loss, short_tokens=self.config.evaluation.tokens)
-            if stage.until:
-                verdict = judge(stage.until, {**result.scalars(stage.seq_len), "validation_loss": result.loss})
-                self._set_progress(stage_done=verdict.opened)
-                self.recorder.record_gate(stage, self.progress, verdict)
-        if self._is_trained() and (result or not self.stopping):
-            self._set_progress(evaluated_step=self.progress.step)
+        return result
 
     def _announce_stop(self) -> None:
         """Log on rank 0, when it gets a stop signal, after which step the run ends."""

@@ -40,6 +40,7 @@ BLOCK = 32
 # Two sources, one of which has its documents masked like the other; 9 sequences, which 2 ranks do not share evenly.
 SETTINGS = f"""
 [evaluation]
+at_start = false
 tokens = 1152
 context_gain_tokens = {BLOCK}
 max_share = 1.0
@@ -67,7 +68,7 @@ max_document = 50
 MEASURED = (
     TINY.replace('source = "text"\npath = "{folder}/corpus"\n', "document_mask = true\n")
     .replace("validation_fraction = 0.25\n", "")
-    .replace("[evaluation]\ntokens = 512\n", SETTINGS + TWO_SOURCES)
+    .replace("[evaluation]\ntokens = 512\nat_start = false\n", SETTINGS + TWO_SOURCES)
 )
 LAYOUTS = {
     "dp 2": (2, ()),

@@ -39,5 +39,17 @@ def test_a_budget_says_no_where_the_next_tokens_would_go_beyond_its_share() -> N
     assert budget.token_seconds == pytest.approx((budget.evaluation_seconds - 5.0) / 4)
 
 
+def test_before_the_first_step_a_budget_takes_a_trained_token_for_three_evaluated_ones() -> None:
+    budget = Budget(0.25, planned_tokens=100)  # 300 evaluated tokens' time, of which a third is a quarter of all
+    assert budget.affords(100)
+    assert not budget.affords(101)
+    budget.token_seconds, budget.evaluation_seconds = 0.5, 20.0  # 40 tokens
+    assert budget.affords(60)
+    assert not budget.affords(61)
+    budget.trained_seconds = 3.0
+    assert not budget.affords(1), "from then on the clock counts"
+    assert not Budget(0.0, planned_tokens=100).affords(1)
+
+
 def test_a_unigram_model_of_no_labels_has_no_loss() -> None:
     assert math.isnan(unigram_loss(np.array([7, 1, 0]), np.zeros(3, dtype=np.int64)))
