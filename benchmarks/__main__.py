@@ -33,6 +33,7 @@ BENCHMARKS = {
     "start_up": "from the command to the first optimizer step",
     "checkpoints": "how long training stands still for a checkpoint, and how long one takes to load",
     "monitoring": "what watching a step costs",
+    "preparation": "MB of text a second that prepare tokenizes, by kind of corpus and number of processes",
     "loader": "million tokens a second that one process reads, packs and plans",
 }
 

@@ -10,6 +10,7 @@ COMMANDS = {
     "train": ("torchtitan_cp.cli.train", "train a config, on this node's ranks"),
     "check": ("torchtitan_cp.cli.check", "say whether a config would run, or what is wrong with it"),
     "preview": ("torchtitan_cp.cli.preview", "print samples of a stage as the model gets them"),
+    "prepare": ("torchtitan_cp.cli.prepare", "download and tokenize what a config trains on, without a GPU"),
     "plan": ("torchtitan_cp.cli.plan", "estimate memory, communication and time of a config on a cluster"),
     "doctor": ("torchtitan_cp.cli.doctor", "say whether context parallelism is safe for a config's model"),
     "evaluate": ("torchtitan_cp.cli.evaluate", "measure a checkpoint: losses, context gain, retrieval"),

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KILLED = """
-import os, signal, sys
+import multiprocessing, os, signal, sys
 from pathlib import Path
 from tests.support import half_made
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.tokenization import Tokenization
-corpus, cache, source, document, last = sys.argv[1:]
+corpus, cache, source, document, last, workers = sys.argv[1:]
 half_made.shrink()
 write, written = Tokenization._write, 0
 def write_or_die(*arguments):
@@ -37,19 +38,36 @@ def write_or_die(*arguments):
     write(*arguments)
     written += 1
     if written == int(last):
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 Tokenization._write = write_or_die
-prepare(half_made.data_of(Path(corpus), Path(cache), source, document), half_made.BYTES)
+prepare(half_made.data_of(Path(corpus), Path(cache), source, document), half_made.BYTES, workers=int(workers))
 """
 
 
-def prepare_and_die(corpus: Path, cache: Path, source: str, document: str, last: int) -> bool:
-    """Kill a process after so many documents. Returns whether it had committed any."""
-    arguments = [str(corpus), str(cache), source, document, str(last)]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], cwd=REPOSITORY, timeout=60, check=False)
+def prepare_and_die(corpus: Path, cache: Path, source: str, document: str, last: int, workers: int = 1) -> bool:
+    """Kill a process after so many documents; its workers end with it. Returns whether it had committed any."""
+    arguments = [str(corpus), str(cache), source, document, str(last), str(workers)]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *arguments], cwd=REPOSITORY, timeout=60, check=False, stdout=subprocess.PIPE
+    )
     assert killed.returncode == -signal.SIGKILL
+    children = list(map(int, killed.stdout.split()))
+    assert len(children) == (workers if workers > 1 else 0)
+    deadline = time.monotonic() + 60
+    while any(map(is_running, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, children))
     [left] = cache.glob("*.partial")
     return (left / "journal.json").exists()
+
+
+def is_running(process: int) -> bool:
+    """Whether a process has not ended, reaped or not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @deep_rows(
@@ -77,6 +95,16 @@ def test_a_killed_tokenizing_pass_resumes_at_its_last_commit(
     again = sum(map(len, encoded)) + len(encoded) - (sum(map(len, whole[last:])) + len(whole[last:]))
     assert again < COMMIT_TOKENS + 1000, "no more than since the last commit"
     assert (len(encoded) < len(whole)) == committed
+
+
+@deep_rows("last", [2, 150, 260], default=[150])
+def test_a_kill_of_several_processes_loses_nothing_that_was_committed(tmp_path: Path, small: None, last: int) -> None:
+    corpus = rows(tmp_path / "corpus")
+    prepare(data_of(corpus, tmp_path / "straight", "jsonl"), BYTES)
+    assert prepare_and_die(corpus, tmp_path / "killed", "jsonl", "file", last, workers=2) == (last > 2)
+    assert not list((tmp_path / "killed").glob("*/manifest.json"))
+    prepare(data_of(corpus, tmp_path / "killed", "jsonl"), BYTES, workers=2)
+    assert files(tmp_path / "killed") == files(tmp_path / "straight")
 
 
 @pytest.mark.deep

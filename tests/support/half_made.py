@@ -10,7 +10,7 @@ import pytest
 from tests.support.texts import write_files
 from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus import store, tokenization
+from torchtitan_cp.data.corpus import encoding, store, tokenization
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.records import Document
 from torchtitan_cp.data.corpus.store import append_documents
@@ -19,11 +19,13 @@ from torchtitan_cp.data.corpus.tokenization import Tokenization
 BYTES = TokenizerConfig(kind="bytes")
 DOCUMENTS = 300
 COMMIT_TOKENS = 2000
+BATCHES = ("BATCH_CHARACTERS", "CHAT_BATCH_CHARACTERS", "WORKER_BATCH_CHARACTERS")
 
 
 def shrink() -> None:
     """Batches, commits and shards as small as the corpus."""
-    tokenization.BATCH_CHARACTERS = tokenization.CHAT_BATCH_CHARACTERS = 100
+    for name in BATCHES:
+        setattr(encoding, name, 100)
     tokenization.COMMIT_TOKENS = COMMIT_TOKENS
     store.append_documents = partial(append_documents, shard_bytes=3000)
 
@@ -31,8 +33,9 @@ def shrink() -> None:
 def shrink_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in this process, for one test."""
     monkeypatch.setattr(store, "append_documents", append_documents)
-    for name in ("BATCH_CHARACTERS", "CHAT_BATCH_CHARACTERS", "COMMIT_TOKENS"):
-        monkeypatch.setattr(tokenization, name, getattr(tokenization, name))
+    monkeypatch.setattr(tokenization, "COMMIT_TOKENS", tokenization.COMMIT_TOKENS)
+    for name in BATCHES:
+        monkeypatch.setattr(encoding, name, getattr(encoding, name))
     shrink()
 
 
@@ -63,9 +66,12 @@ def data_of(corpus: Path, cache: Path, source: str, document: str = "file") -> D
 
 
 def files(cache: Path) -> dict[str, bytes]:
-    """Every file of the only finished folder."""
+    """Every file of the only finished folder, without the time that it took."""
     [folder] = [path.parent for path in cache.glob("*/manifest.json")]
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+    manifest = json.loads(contents["manifest.json"])
+    assert manifest.pop("seconds") > 0
+    return {**contents, "manifest.json": json.dumps(manifest).encode()}
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, data: Data, last: int) -> Path:

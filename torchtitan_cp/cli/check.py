@@ -1,13 +1,14 @@
 """`torchtitan-cp check` says whether a config would run on a number of ranks, or what is wrong with it."""
 
 import logging
+import shlex
 
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import add_rank_arguments, config_parser, parse_with_overrides, ranks_of
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.check import shortened_warmups
 from torchtitan_cp.runtime.device import find_device
-from torchtitan_cp.training.preflight import check_before_corpus, check_files
+from torchtitan_cp.training.preflight import check_before_corpus, check_files, find_unprepared_text
 from torchtitan_cp.training.registry import config_for_hub
 from torchtitan_cp.training.resolve import doctor_config, resolve_run
 from torchtitan_cp.training.rope_log import log_rope_notes
@@ -27,7 +28,11 @@ def main(arguments: list[str]) -> int:
         ranks = ranks_of(options)
         config = load_config(options.config, overrides)
         config = doctor_config(config, ranks) if options.doctor else config
-        print(f"{options.config}: {check_run(config, ranks, trains=not (options.doctor or options.parity))}")
+        trains = not (options.doctor or options.parity)
+        print(f"{options.config}: {check_run(config, ranks, trains=trains)}")
+        if trains and (text := find_unprepared_text(config)):
+            command = shlex.join(["torchtitan-cp", "prepare", options.config, *overrides])
+            print(f"to tokenize before the first step: {text}; without holding GPUs: {command}")
         return 0
 
     return run_command(check, options.config)

@@ -59,3 +59,11 @@ def format_tokens(tokens: int) -> str:
         if tokens >= unit and tokens % unit == 0:
             return f"{tokens // unit}{letter}"
     return str(tokens)
+
+
+def format_duration(seconds: float) -> str:
+    """In the largest unit of which it has at least one."""
+    for name, unit in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"

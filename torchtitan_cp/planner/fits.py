@@ -9,9 +9,9 @@ from rich.table import Table
 
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, UserError
+from torchtitan_cp.config.names import format_duration
 from torchtitan_cp.planner.choices import Choice, Savings
 from torchtitan_cp.planner.devices import GIB, Cluster
-from torchtitan_cp.planner.report import format_duration
 from torchtitan_cp.planner.search import Candidate, Search, search
 from torchtitan_cp.planner.search_report import shortfall
 

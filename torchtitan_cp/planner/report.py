@@ -6,6 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
+from torchtitan_cp.config.names import format_duration
 from torchtitan_cp.planner.devices import ACCELERATORS, GB, GIB, USABLE_MEMORY
 from torchtitan_cp.planner.estimate import SECONDS_A_DAY, Estimate
 from torchtitan_cp.planner.parameters import total_parameters
@@ -52,14 +53,6 @@ def _tables(estimate: Estimate) -> dict[str, dict[str, str]]:
             "limited by": estimate.limit,
         },
     }
-
-
-def format_duration(seconds: float) -> str:
-    """In the largest unit of which it has at least one."""
-    for name, unit in (("days", SECONDS_A_DAY), ("h", 3600), ("min", 60)):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds:.3g} s"
 
 
 def misfit(name: str, needed_bytes: float, usable_bytes: float, of: str, holder: str) -> str:

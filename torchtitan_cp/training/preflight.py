@@ -17,6 +17,7 @@ from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.run_folder import CHECKPOINTS, check_run_folder
 from torchtitan_cp.config.sections import Tokenizer
+from torchtitan_cp.data.corpus.cache import CacheBuilder, UnpreparedText
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import check_corpus
 from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, other_pieces, vocabulary_size
@@ -24,7 +25,7 @@ from torchtitan_cp.data.corpus.tokenizer_files import find_tokenizers
 from torchtitan_cp.optim.rules import check_rules
 from torchtitan_cp.parallel.float8 import check_float8
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.resolve import ResolvedRun
+from torchtitan_cp.training.resolve import ResolvedRun, with_defaults
 
 
 def check_files(config: Config) -> None:
@@ -38,6 +39,17 @@ def check_files(config: Config) -> None:
         if source.conversations:
             find_chat_template(source, config.tokenizer, registry.start_folder(config.model))
     check_run_folder(config.job.dump_folder)
+
+
+def find_unprepared_text(config: Config) -> UnpreparedText | None:
+    """What a run of the config would tokenize before its first step; None if its tokens are in the cache.
+
+    Raises:
+        UserError: as `check_files`.
+    """
+    config = with_defaults(config)
+    start = registry.start_folder(config.model)
+    return CacheBuilder(config.data, config.tokenizer, lambda: False, start).find_unprepared()
 
 
 def fit_vocabulary(run: ResolvedRun, size: int) -> ModelArgs:

@@ -7,7 +7,7 @@ from torchtitan_cp.attention.kernels import KERNELS
 from torchtitan_cp.attention.layouts import LAYOUTS
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.config import names
-from torchtitan_cp.config.names import format_bytes, format_tokens
+from torchtitan_cp.config.names import format_bytes, format_duration, format_tokens
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,10 @@ def test_lengths_are_written_in_powers_of_two() -> None:
         "64K",
         "1M",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"), [(0.0751, "0.0751 s"), (59, "59 s"), (90, "1.5 min"), (7200, "2 h"), (864000, "10 days")]
+)
+def test_a_duration_has_a_unit_that_suits_it(seconds: float, wanted: str) -> None:
+    assert format_duration(seconds) == wanted

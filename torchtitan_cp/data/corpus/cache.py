@@ -23,6 +23,7 @@ from torchtitan_cp.config.data import Data, SourceKeys
 from torchtitan_cp.config.errors import name_in_errors
 from torchtitan_cp.config.file_lock import lock_file
 from torchtitan_cp.config.json_types import Json, JsonObject
+from torchtitan_cp.config.names import format_bytes, format_duration
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import Corpus
@@ -30,7 +31,7 @@ from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
 from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_manifest, write_json
 from torchtitan_cp.data.corpus.tokenization import SPLITS, STATISTICS_FILE, UNIGRAM_FILE, Tokenization, read_journal
-from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer, usable_cores
 from torchtitan_cp.data.corpus.tokenizer_training import train_sentencepiece
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
@@ -41,6 +42,7 @@ LOCK_FILE = ".lock"
 PARTIAL = ".partial"
 KEY_CHARACTERS = 24
 LOCK_POLL_SECONDS = 0.2
+BYTES_PER_CORE_SECOND, BYTES_PER_TOKEN = 3e6, 4  # for estimates: of text, by SentencePiece; see docs/data.md
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,29 @@ class PreparedCorpus:
         return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class UnpreparedText:
+    """What a run would have to tokenize.
+
+    Attributes:
+        sources: their names.
+        files, size_bytes: of these sources, as stored on disk; a dataset by name has no size.
+    """
+
+    sources: tuple[str, ...]
+    files: int
+    size_bytes: int
+
+    def __str__(self) -> str:
+        files = f"{', '.join(self.sources)}: {self.files:,} file{'s' * (self.files != 1)}"
+        if not self.size_bytes:
+            return f"{files} of unknown size"
+        tokens, cores = float(f"{self.size_bytes / BYTES_PER_TOKEN:.1g}"), usable_cores()
+        duration = format_duration(float(f"{self.size_bytes / BYTES_PER_CORE_SECOND / cores:.1g}"))
+        size = format_bytes(self.size_bytes)
+        return f"{files}, {size}, very roughly {tokens:,.0f} tokens, {duration} on {cores} core{'s' * (cores > 1)}"
+
+
 class CacheLocations(TypedDict):
     """Paths of the tokenizer, empty without a file, and of each source's folder, by its name."""
 
@@ -93,9 +118,9 @@ class CacheLocations(TypedDict):
     folders: dict[str, str]
 
 
-def prepare(data: Data, tokenizer: TokenizerConfig, start: Path | None = None) -> PreparedCorpus:
+def prepare(data: Data, tokenizer: TokenizerConfig, start: Path | None = None, *, workers: int = 1) -> PreparedCorpus:
     """The corpus's tokens, prepared to the end; see `CacheBuilder` and `open_cache`."""
-    return open_cache(CacheBuilder(data, tokenizer, lambda: False, start).build(), data, tokenizer)
+    return open_cache(CacheBuilder(data, tokenizer, lambda: False, start, workers).build(), data, tokenizer)
 
 
 def open_cache(locations: CacheLocations, data: Data, tokenizer: TokenizerConfig) -> PreparedCorpus:
@@ -112,9 +137,10 @@ def _open_source(name: str, folder: Path) -> PreparedSource:
         unigram_counts = np.load(folder / UNIGRAM_FILE)
     statistics = SourceStatistics.from_json(values)
     train, held_out = statistics.train, statistics.validation
+    took = f", which took {format_duration(manifest['seconds'])} to make" if manifest.get("seconds") else ""
     logger.info(
         f"{name}: {train.documents} documents and {train.tokens} tokens to train on, {held_out.documents} and "
-        f"{held_out.tokens} held out, in {folder}{statistics.left_out()}"
+        f"{held_out.tokens} held out, in {folder}{took}{statistics.left_out()}"
     )
     return PreparedSource(stores[0], stores[1], statistics, unigram_counts, manifest["content_fingerprint"])
 
@@ -126,13 +152,19 @@ class CacheBuilder:
         data, tokenizer: sections of the config.
         stop_requested: called often; a stop loses nothing that was committed.
         start: folder of the checkpoint that training begins from, for its chat template.
+        workers: processes that tokenize; 1: this one.
     """
 
     def __init__(
-        self, data: Data, tokenizer: TokenizerConfig, stop_requested: Callable[[], bool], start: Path | None = None
+        self,
+        data: Data,
+        tokenizer: TokenizerConfig,
+        stop_requested: Callable[[], bool],
+        start: Path | None = None,
+        workers: int = 1,
     ) -> None:
         self.root, self.sources = Path(os.path.expanduser(data.cache_folder)), data.by_name()
-        self.settings, self.stop_requested, self.start = tokenizer, stop_requested, start
+        self.settings, self.stop_requested, self.start, self.workers = tokenizer, stop_requested, start, workers
 
     def build(self) -> CacheLocations:
         """List the corpus's files, then make the tokens and the tokenizer that are missing.
@@ -147,28 +179,63 @@ class CacheBuilder:
                 written.
             PreparationStoppedError: a stop was requested.
         """
-        corpora = {}
-        for name, source in self.sources.items():
-            template = find_chat_template(source, self.settings, self.start) if source.conversations else None
-            if template and not template.teaches_to_end(source.loss_on):
+        corpora = self._open_corpora()
+        for corpus in corpora.values():
+            if corpus.template and not corpus.template.teaches_to_end(corpus.source.loss_on):
                 logger.warning(
-                    f"{source.where}: under the chat template no token after an answer is learned, so the model will "
-                    "not learn to stop; put the token that ends a turn there, inside {% generation %} if it has that"
+                    f"{corpus.source.where}: under the chat template no token after an answer is learned, so the model "
+                    "will not learn to stop; put the token that ends a turn there, inside {% generation %} if it has "
+                    "that"
                 )
-            corpora[name] = Corpus(source, template)
-        tokenizer = self._train_tokenizer(corpora.values()) if self.settings.trained else load_tokenizer(self.settings)
+        if self.settings.trained:
+            self._train_tokenizer(corpora.values())
+        tokenizer = self._load_tokenizer(corpora.values())
         folders = {name: str(self._tokenize(name, corpus, tokenizer)) for name, corpus in corpora.items()}
         return {"tokenizer": str(tokenizer.path or ""), "folders": folders}
 
-    def _train_tokenizer(self, corpora: Collection[Corpus]) -> Tokenizer:
-        """The tokenizer that follows from these corpora and the recipe: trained on all of them, once."""
+    def find_unprepared(self) -> UnpreparedText | None:
+        """What `build` would tokenize; None if the cache has it all. Nothing is written.
+
+        Raises:
+            DataError: a source or the tokenizer cannot be used.
+        """
+        corpora = self._open_corpora()
+        missing = corpora
+        if not self.settings.trained or self._trained_model(corpora.values()).exists():
+            tokenizer = self._load_tokenizer(corpora.values())
+            missing = {
+                name: corpus for name, corpus in corpora.items() if _damage_of(self._folder_of(corpus, tokenizer))
+            }
+        files = sum(len(corpus.files) for corpus in missing.values())
+        size_bytes = sum(corpus.size_bytes for corpus in missing.values())
+        return UnpreparedText(tuple(missing), files, size_bytes) if missing else None
+
+    def _open_corpora(self) -> dict[str, Corpus]:
+        """The sources with their files listed, by name."""
+        templates = {
+            name: find_chat_template(source, self.settings, self.start) if source.conversations else None
+            for name, source in self.sources.items()
+        }
+        return {name: Corpus(source, templates[name]) for name, source in self.sources.items()}
+
+    def _trained_model(self, corpora: Collection[Corpus]) -> Path:
+        """The file of the tokenizer that follows from these corpora and the recipe."""
         recipe: list[Json] = [RECIPE_VERSION, self.settings.vocab_size, *(corpus.fingerprint for corpus in corpora)]
-        model = self.root / f"tokenizer-{_digest(recipe)}.model"
+        return self.root / f"tokenizer-{_digest(recipe)}.model"
+
+    def _train_tokenizer(self, corpora: Collection[Corpus]) -> None:
+        """Train the tokenizer on all of these corpora, unless its file is there."""
+        model = self._trained_model(corpora)
         if not model.exists():
             with self._lock():
                 if not model.exists():
                     logger.info("training a tokenizer of %d pieces on the corpus", self.settings.vocab_size)
                     train_sentencepiece(self._training_texts(corpora), self.settings.vocab_size, model)
+
+    def _load_tokenizer(self, corpora: Collection[Corpus]) -> Tokenizer:
+        if not self.settings.trained:
+            return load_tokenizer(self.settings)
+        model = self._trained_model(corpora)
         try:
             return load_tokenizer(dataclasses.replace(self.settings, path=str(model)))
         except DataError as error:
@@ -180,18 +247,22 @@ class CacheBuilder:
         """The text of every document that is not held out. Skipped records are logged later, by the tokenizing pass."""
         for corpus in corpora:
             with corpus.show_progress("reading text to train a tokenizer on") as update:
-                for document in corpus.documents(SkippedRecords(quiet=True)):
+                for document, text in corpus.texts(SkippedRecords(quiet=True)):
                     update(document.read_bytes)
                     self._check_stop("reading text to train a tokenizer on")
-                    if isinstance(document.content, str) and not document.held_out:
-                        yield document.content
+                    if not document.held_out:
+                        yield text
 
-    def _tokenize(self, name: str, corpus: Corpus, tokenizer: Tokenizer) -> Path:
-        """The folder of a source's tokens, named for everything that they depend on; it is made if not finished."""
+    def _folder_of(self, corpus: Corpus, tokenizer: Tokenizer) -> Path:
+        """The folder of a source's tokens, named for everything that they depend on."""
         source = corpus.source
         lengths: list[Json] = [source.min_document, source.max_document]
         lengths += [source.too_long, CHAT_VERSION] if source.conversations else []
-        folder = self.root / _digest([FORMAT_VERSION, corpus.fingerprint, lengths, tokenizer.fingerprint])
+        return self.root / _digest([FORMAT_VERSION, corpus.fingerprint, lengths, tokenizer.fingerprint])
+
+    def _tokenize(self, name: str, corpus: Corpus, tokenizer: Tokenizer) -> Path:
+        """The folder of a source's tokens, which are made if it is not finished."""
+        source, folder = corpus.source, self._folder_of(corpus, tokenizer)
         if not _damage_of(folder):
             return folder
         keys = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(SourceKeys)}
@@ -204,7 +275,9 @@ class CacheBuilder:
             _remove_stale(partial, settings)
             try:
                 partial.mkdir(exist_ok=True)
-                made = Tokenization(corpus, tokenizer, partial, settings, self.stop_requested).tokenize()
+                made = Tokenization(
+                    corpus, tokenizer, partial, settings, self.settings, self.stop_requested, self.workers
+                ).tokenize()
                 inputs = {"corpus_fingerprint": corpus.fingerprint, "tokenizer_fingerprint": tokenizer.fingerprint}
                 manifest = {"format_version": FORMAT_VERSION, "settings": settings, **inputs, **made}
                 write_json(partial / MANIFEST_FILE, manifest)

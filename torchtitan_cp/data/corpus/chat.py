@@ -210,6 +210,11 @@ def learned_messages(messages: Messages, loss_on: str) -> list[int]:
     return [i for i in chosen if messages[i].get("weight") != 0 and messages[i].get("train") is not False]
 
 
+def conversation_fields(source: SourceKeys) -> set[str]:
+    """The fields of a row that `read_conversation` reads."""
+    return {source.messages_field or "messages", source.prompt_field, source.completion_field, "tools"}
+
+
 def read_conversation(row: Mapping[str, object], source: SourceKeys, template: ChatTemplate) -> tuple[str, Ranges]:
     """The conversation in a row of the corpus as text, and what of it is learned.
 

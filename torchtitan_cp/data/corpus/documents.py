@@ -66,7 +66,7 @@ class Corpus:
     def documents(
         self, skipped: SkippedRecords, first_file: int = 0, held_out_key: str | None = None
     ) -> Iterator[Document]:
-        """The documents of both splits, in order.
+        """The documents of both splits, in order, as they are read: conversations as rows.
 
         Args:
             skipped: counts what cannot be read.
@@ -75,7 +75,7 @@ class Corpus:
                 held out, or with min_document, for which it may be too short, the joined document.
 
         Raises:
-            DataError: there was no document; or the template does not allow to find what is learned.
+            DataError: there is no document.
         """
         kind, empty = SOURCES[self.source.source], first_file == 0
         joins, fraction = self.source.document == "folder", self.source.validation_fraction
@@ -86,12 +86,8 @@ class Corpus:
             for index in indices:
                 file = self.files[index]
                 for document in kind.read(file, self.source, skipped):
-                    if self.template and document.row is not None:
-                        with skipped.skipping(document.key.replace(file.name, str(file.path), 1)):
-                            text, learned = read_conversation(document.row, self.source, self.template)
-                            document.content, document.learned = text, learned
-                        if not document.learned:
-                            continue
+                    if document.row is not None:
+                        document.where = document.key.replace(file.name, str(file.path), 1)
                     chosen = document.key == held_out_key and not chooses_joined
                     document.held_out = chosen or is_held_out(document.key, fraction)
                     document.read_bytes += starts[index]
@@ -106,12 +102,37 @@ class Corpus:
                 document.held_out |= chooses_joined and document.key == held_out_key
                 yield document
         if empty:
-            summary = f"; skipped: {skipped.summary()}" if skipped.counts else ""
-            raise DataError(
-                f"the corpus at {location(self.source)} holds no document; files: {len(self.files)}{summary}",
-                fix=f"check path, source and the *_field keys of {self.source.where}: files are UTF-8 text, or rows "
-                "with these fields",
-            )
+            raise self.no_document(skipped)
+
+    def texts(self, skipped: SkippedRecords) -> Iterator[tuple[Document, str]]:
+        """The documents with their texts, those of conversations as the template writes them; none with token ids.
+
+        Args:
+            skipped: counts what cannot be read, or written by the template.
+
+        Raises:
+            DataError: there is no document; or the template does not allow to find what is learned.
+        """
+        empty = True
+        for document in self.documents(skipped):
+            text = document.content
+            if self.template and document.row is not None:
+                with skipped.skipping(document.where):
+                    text, _ = read_conversation(document.row, self.source, self.template)
+            if isinstance(text, str) and text:
+                yield document, text
+            empty = empty and not len(text)
+        if empty:
+            raise self.no_document(skipped)
+
+    def no_document(self, skipped: SkippedRecords) -> DataError:
+        """The error for a corpus in which nothing can be read."""
+        summary = f"; skipped: {skipped.summary()}" if skipped.counts else ""
+        return DataError(
+            f"the corpus at {location(self.source)} holds no document; files: {len(self.files)}{summary}",
+            fix=f"check path, source and the *_field keys of {self.source.where}: files are UTF-8 text, or rows "
+            "with these fields",
+        )
 
     @contextmanager
     def show_progress(self, title: str) -> Iterator[Callable[[int], None]]:

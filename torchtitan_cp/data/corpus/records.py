@@ -53,8 +53,8 @@ class Document:
         held_out: the document belongs to the validation split; set by the corpus, like resume_point.
         resume_point: the index of the file from which to read again to get the document (if files are joined, the
             folder's first), what was skipped before that file, by kind, and the document's number from there, from 1.
-        row: a conversation as readers give it, with an empty text; the corpus writes its text.
-        learned: (start, stop) of the characters that are learned, in order; None: not a conversation.
+        row: a conversation, whose content is empty: its template writes the text.
+        where: path and number of the conversation, for messages.
     """
 
     content: str | np.ndarray
@@ -64,7 +64,7 @@ class Document:
     held_out: bool = False
     resume_point: tuple[int, dict[str, int], int] = (0, {}, 0)
     row: Mapping[str, object] | None = None
-    learned: list[tuple[int, int]] | None = None
+    where: str = ""
 
 
 class BadRecordError(Exception):

@@ -31,6 +31,7 @@ class Manifest(TypedDict):
 
     Attributes:
         settings: of the source and the tokenizer, as in the config.
+        seconds: that making the tokens took; missing in older folders.
         file_bytes: size of each file but the manifest.
     """
 
@@ -40,6 +41,7 @@ class Manifest(TypedDict):
     tokenizer_fingerprint: str
     content_fingerprint: str
     vocab_size: int
+    seconds: float
     file_bytes: dict[str, int]
 
 

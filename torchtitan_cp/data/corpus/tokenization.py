@@ -1,44 +1,39 @@
-"""One pass over a source: documents to tokens, both splits at once, in batches that keep the tokenizer's cores busy.
+"""One pass over a source: its documents' tokens go to the files of both splits, in the corpus's order.
 
-A thread reads the next batch while one is tokenized. A journal beside the tokens says how far the pass is: after a
-kill, the next pass continues from its last commit, and the result is the same bit for bit.
+A journal beside the tokens says how far the pass is: after a kill, the next pass continues from its last commit, and
+the result is the same bit for bit, by any number of workers.
 """
 
 import hashlib
 import json
 import logging
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
 from torchtitan_cp.config.json_types import JsonObject
+from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus import store
 from torchtitan_cp.data.corpus.documents import Corpus, key_hash
+from torchtitan_cp.data.corpus.encoding import Encoder, tokenize
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.statistics import CONVERSATION_COUNTS, LengthStatistics, SourceStatistics
-from torchtitan_cp.data.corpus.tokenizer import Tokenizer, usable_cores
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 SPLITS = ("train", "validation")
 GROUPS_FILE, STATISTICS_FILE, UNIGRAM_FILE = "groups.jsonl", "statistics.json", "unigram.npy"
-FRAGMENT_CHARACTERS = 1 << 20
-BATCH_CHARACTERS = max(4, usable_cores()) << 20  # a fragment for each core
-CHAT_BATCH_CHARACTERS = 2 << 20  # offsets of tokens take 100 bytes a character until they are arrays
 COMMIT_TOKENS = 16 << 20  # 32 or 64 MB, held in memory until then: the most that is lost with a killed pass
-
-# Consecutive text of a document, or all its token ids; the document; whether the document ends here.
-Fragment = tuple[str | np.ndarray, Document, bool]
 
 
 @dataclass
@@ -53,10 +48,12 @@ class _State:
         left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
         split_documents: documents longer than max_document.
         conversations: how many were too long, cut inside a learned turn, or left without a token to learn.
+        unwritten: how many could not be written or learned from, by kind, up to `place`.
         groups: number of groups so far.
         lowest: (hash, key, tokens) of the kept document with the lowest hash.
         shortest: (tokens, key) of the shortest one.
         held_out_key: key of the document that is held out because no hash is low enough.
+        seconds: that the pass has taken.
     """
 
     place: tuple[int, dict[str, int], int] = (0, {}, 0)
@@ -67,10 +64,12 @@ class _State:
     left_out_tokens: int = 0
     split_documents: int = 0
     conversations: dict[str, int] = field(default_factory=dict)
+    unwritten: dict[str, int] = field(default_factory=dict)
     groups: int = 0
     lowest: tuple[int, str, int] = (1 << 64, "", 0)
     shortest: tuple[int, str] = (1 << 64, "")
     held_out_key: str | None = None
+    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         """The journal has lists."""
@@ -96,14 +95,18 @@ class Tokenization:
             ids of a corpus get no bos_ids. Conversations get neither: their template writes what ends a turn.
         folder: receives the files; may hold those of a pass that was killed.
         settings: kept in the journal.
+        tokenizer_settings: by which workers load the tokenizer.
         stop_requested: called after each document, and for each file at the end; the pass commits before it stops.
+        workers: see `encoding.tokenize`.
     """
 
     corpus: Corpus
     tokenizer: Tokenizer
     folder: Path
     settings: JsonObject
+    tokenizer_settings: TokenizerConfig
     stop_requested: Callable[[], bool]
+    workers: int = 1
 
     def tokenize(self) -> JsonObject:
         """Tokenize the corpus. Returns what the manifest says about the files.
@@ -113,6 +116,7 @@ class Tokenization:
             PreparationStoppedError: a stop was requested.
         """
         self._start(read_journal(self.folder) or {})
+        self._begun = time.monotonic() - self.state.seconds
         self._read_corpus()
         source, state = self.corpus.source, self.state
         if source.validation_fraction > 0 and not state.held_out_documents and state.kept_documents > 1:
@@ -147,14 +151,22 @@ class Tokenization:
             logger.info("continuing after %d documents, %d tokens", self.state.kept_documents, self.state.tokens)
 
     def _read_corpus(self, *, quiet: bool = False) -> None:
-        first_file, skipped, read = self.state.place
-        self.skipped = SkippedRecords(skipped, quiet=quiet)
-        rest = islice(self.corpus.documents(self.skipped, first_file, self.state.held_out_key), read, None)
-        with self.corpus.show_progress("tokenizing") as update:
-            for document, ids, mask in tokenize(rest, self.tokenizer):
+        corpus, state = self.corpus, self.state
+        first_file, skipped, read = state.place
+        unread = SkippedRecords(skipped, quiet=quiet)  # counts ahead of what is written
+        self.unwritten = SkippedRecords(state.unwritten, quiet=quiet)
+        rest = islice(corpus.documents(unread, first_file, state.held_out_key), read, None)
+        encoder = Encoder(self.tokenizer, corpus.source, corpus.template)
+        settings = replace(self.tokenizer_settings, path=str(self.tokenizer.path or ""))
+        encoded = tokenize(rest, encoder, self.unwritten, settings, self.workers)
+        with corpus.show_progress("tokenizing") as update, closing(encoded):
+            for document, ids, mask in encoded:
                 self._write(document, ids, mask)
                 update(document.read_bytes)
                 self._check_stop()
+        self.skipped = SkippedRecords(Counter(unread.counts) + Counter(self.unwritten.counts))
+        if not (state.kept_documents or state.left_out_documents or state.conversations):
+            raise corpus.no_document(self.skipped)
         if self.skipped.counts and not quiet:
             logger.warning("skipped in the corpus: %s", self.skipped.summary())
 
@@ -166,7 +178,7 @@ class Tokenization:
             mask: `[n]` bool, which tokens of a conversation are learned; None: not a conversation.
         """
         state, source = self.state, self.corpus.source
-        state.place = document.resume_point
+        state.place, state.unwritten = document.resume_point, dict(self.unwritten.counts)
         end = [self.tokenizer.eos_id] if mask is None else []
         if len(ids) + len(end) < source.min_document:
             state.left_out_documents += 1
@@ -220,6 +232,7 @@ class Tokenization:
             masks.clear()
         store.append_to(self.folder / GROUPS_FILE, "".join(self._new_groups).encode())
         self._new_groups.clear()
+        self.state.seconds = time.monotonic() - self._begun
         journal = {"settings": self.settings, "state": asdict(self.state), "file_bytes": store.file_sizes(self.folder)}
         store.write_json(self.folder / store.JOURNAL_FILE, journal)
         self._committed_tokens = self.state.tokens
@@ -249,6 +262,7 @@ class Tokenization:
         return {
             "content_fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
             "vocab_size": vocab_size,
+            "seconds": round(time.monotonic() - self._begun, 1),
             "file_bytes": store.file_sizes(self.folder),
         }
 
@@ -274,7 +288,8 @@ class Tokenization:
 def read_journal(folder: Path) -> _Journal | None:
     """The journal of a pass that was killed in the folder; None if this version cannot continue from it."""
     journal = store.read_json(folder / store.JOURNAL_FILE)
-    return cast(_Journal, journal) if journal and "state" in journal else None
+    state = journal and journal.get("state")
+    return cast(_Journal, journal) if isinstance(state, dict) and "unwritten" in state else None
 
 
 def fit_conversation(mask: np.ndarray, most: int, too_long: str) -> list[tuple[int, int]]:
@@ -296,88 +311,3 @@ def fit_conversation(mask: np.ndarray, most: int, too_long: str) -> list[tuple[i
         fitting = ends[(ends > edges[-1]) & (ends <= edges[-1] + most)]
         edges.append(int(fitting[-1]) if len(fitting) else edges[-1] + most)
     return list(pairwise([*edges, tokens]))
-
-
-def learned_tokens(starts: np.ndarray, learned: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Which tokens contain a learned character, `[n]` bool.
-
-    Args:
-        starts: `[n]` int64, the character at which each token begins, ascending; see encode_chat_batch.
-        learned: (start, stop) of the learned characters.
-    """
-    mask = np.zeros(len(starts), dtype=bool)
-    for start, stop in learned if len(starts) else ():
-        first = np.searchsorted(starts, starts[np.searchsorted(starts, start, side="right") - 1])
-        mask[first : np.searchsorted(starts, stop)] = True
-    return mask
-
-
-def tokenize(
-    documents: Iterable[Document], tokenizer: Tokenizer
-) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
-    """Each document with its token ids `[n]`, without the end token, and the mask `[n]` bool of a conversation."""
-    parts, dtype = list[np.ndarray](), store.token_dtype(tokenizer.vocab_size)
-    bos = np.array(tokenizer.bos_ids, dtype=dtype)
-    for batch in read_ahead(_batches(documents)):
-        # All documents are conversations, or none; all are texts, or none.
-        texts = [content for content, _, _ in batch if isinstance(content, str)]
-        if batch[0][1].learned is not None:
-            for (_, document, _), (ids, starts) in zip(batch, tokenizer.encode_chat_batch(texts), strict=True):
-                yield document, ids, learned_tokens(starts, document.learned or [])
-            continue
-        encoded = iter(tokenizer.encode_batch(texts) if texts else [])
-        for content, document, ends_document in batch:
-            if not isinstance(content, str):
-                ids = _checked_ids(content, document, tokenizer)
-            else:
-                ids = next(encoded)
-                if not parts:
-                    parts.append(bos)
-            parts.append(ids.astype(dtype))
-            if ends_document:
-                whole, parts = np.concatenate(parts), []  # a long document's parts are not kept beside it
-                yield document, whole, None
-
-
-def read_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items in order; a thread takes the next one ahead. Its exceptions are raised here."""
-    end = object()
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        following = thread.submit(next, items, end)
-        while (item := following.result()) is not end:
-            following = thread.submit(next, items, end)
-            yield cast(T, item)
-
-
-def _checked_ids(ids: np.ndarray, document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    """The token ids of a document that holds them, `[n]`, without an end token."""
-    if ids.max() >= tokenizer.vocab_size:
-        raise DataError(
-            f"{document.key} holds the token id {ids.max()}, but the tokenizer has {tokenizer.vocab_size} pieces",
-            fix="set tokenizer.kind and tokenizer.path to the tokenizer that made the ids",
-        )
-    return ids[:-1] if ids[-1] == tokenizer.eos_id else ids
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Fragment]]:
-    """Fragments of the documents in order, in batches of at least BATCH_CHARACTERS, or CHAT_BATCH_CHARACTERS.
-
-    Long texts, but not conversations, are cut, so that the tokenizer's memory does not grow with the longest one. A
-    cut follows a newline if there is one, because usual tokenizers do not join text across the end of a line.
-    """
-    batch, characters = list[Fragment](), 0
-    for document in documents:
-        content, start = document.content, 0
-        while start < len(content):
-            stop = len(content)
-            if isinstance(content, str) and document.learned is None and stop - start > FRAGMENT_CHARACTERS:
-                stop = start + FRAGMENT_CHARACTERS
-                stop = content.rfind("\n", start, stop) + 1 or stop
-            batch.append((content[start:stop], document, stop == len(content)))
-            characters += stop - start
-            start = stop
-            if characters >= (BATCH_CHARACTERS if document.learned is None else CHAT_BATCH_CHARACTERS):
-                yield batch
-                batch, characters = [], 0
-    if batch:
-        yield batch

@@ -61,6 +61,7 @@ class SentencePieceTokenizer:
         added: ids of the added tokens.
         fingerprint: different for every tokenizer.
         path: its file; None if it has none.
+        threads: that tokenize a batch.
         spaces: "   a" as the model normalizes it.
 
     Raises:
@@ -98,7 +99,7 @@ class SentencePieceTokenizer:
         changed += [self.eos_token] * (self.eos_token != names.get("eos_token"))
         self.fingerprint = _fingerprint(model + "".join(sorted(changed)).encode(), self.bos_ids)
         self.spaces: str = self._processor.normalize("   a")
-        self._threads = usable_cores()
+        self.threads = usable_cores()
         self._chat_literals = {token: [index] for token, index in self.added.items()} | self._find_marks()
         self._literals = {token: None if token.special else row for token, row in self._chat_literals.items()}
         read = [token.pattern for token, row in self._literals.items() if row]
@@ -155,7 +156,7 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, `[tokens]` int32, without special tokens, on all usable cores."""
-        rows = self._processor.encode(list(texts), num_threads=self._threads)
+        rows = self._processor.encode(list(texts), num_threads=self.threads)
         for index, text in enumerate(texts):
             if self._has_literal(text):
                 [(rows[index], _)] = encode_around_tokens([text], self._literals, self._encode_with_starts)
@@ -174,7 +175,7 @@ class SentencePieceTokenizer:
 
     def _encode_with_starts(self, parts: list[str], behind: bool) -> list[tuple[ArrayLike, ArrayLike]]:
         processor = self._without_prefix if behind else self._processor
-        rows = processor.encode(parts, return_type="offset_mapping", num_threads=self._threads)
+        rows = processor.encode(parts, return_type="offset_mapping", num_threads=self.threads)
         return [(row["ids"], [start for start, _ in row["offsets"]]) for row in rows]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -395,6 +396,14 @@ def vocabulary_size(settings: TokenizerConfig) -> int:
         DataError: as load_tokenizer.
     """
     return settings.vocab_size if settings.trained else load_tokenizer(settings).vocab_size
+
+
+def use_one_thread(tokenizer: Tokenizer) -> None:
+    """Tokenize on one core from now on: other processes have the others."""
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        tokenizer.threads = 1
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the package has no other switch, and reads it at each batch
 
 
 def usable_cores() -> int:

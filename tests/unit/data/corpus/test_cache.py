@@ -18,7 +18,7 @@ from tests.support.disks import recorded_syncs
 from tests.support.texts import read, text_corpus, warnings, write_files
 from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus import cache, documents, store, tokenization
+from torchtitan_cp.data.corpus import cache, documents, encoding, store
 from torchtitan_cp.data.corpus.cache import CacheBuilder, open_cache, prepare
 from torchtitan_cp.data.corpus.documents import key_hash
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
@@ -61,8 +61,8 @@ def test_a_long_document_is_cut_for_the_tokenizer_and_whole_on_disk(
     data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare(data, TokenizerConfig(vocab_size=300))
-    monkeypatch.setattr(tokenization, "FRAGMENT_CHARACTERS", 50)
-    monkeypatch.setattr(tokenization, "BATCH_CHARACTERS", 120)
+    monkeypatch.setattr(encoding, "FRAGMENT_CHARACTERS", 50)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 120)
     finished(data)[0].rename(Path(data.cache_folder) / "elsewhere")
     assert prepare(data, TokenizerConfig(vocab_size=300)).fingerprint == whole.fingerprint
 

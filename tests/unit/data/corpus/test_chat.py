@@ -24,8 +24,8 @@ from tests.support.chats import (
 from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
+from torchtitan_cp.data.corpus.encoding import learned_tokens
 from torchtitan_cp.data.corpus.records import BadRecordError
-from torchtitan_cp.data.corpus.tokenization import learned_tokens
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from torchtitan_cp.data.errors import DataError
 

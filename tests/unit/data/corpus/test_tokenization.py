@@ -1,10 +1,8 @@
-"""From documents to tokens: read ahead, checked, kept whole; a pass that is stopped continues from its last commit."""
+"""A pass over a source: checked, kept whole; one that is stopped continues from its last commit."""
 
 import json
 import os
-import threading
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +15,8 @@ from tests.support.half_made import BYTES, data_of, files, rows, stop_after
 from tests.support.row_files import rows_data, write_parquet
 from tests.support.texts import text_corpus, warnings, write_files
 from torchtitan_cp.config.data import Data
-from torchtitan_cp.data.corpus import tokenization
 from torchtitan_cp.data.corpus.cache import prepare
-from torchtitan_cp.data.corpus.records import Document
-from torchtitan_cp.data.corpus.tokenization import fit_conversation, read_ahead, tokenize
-from torchtitan_cp.data.corpus.tokenizer import (
-    ByteTokenizer,
-)
+from torchtitan_cp.data.corpus.tokenization import fit_conversation
 from torchtitan_cp.data.errors import DataError
 
 
@@ -150,45 +143,3 @@ def test_what_is_kept_of_a_conversation_fits_and_is_cut_only_where_it_must(
     else:
         kept = {"drop": [], "truncate_left": [(len(mask) - most, len(mask))], "truncate_right": [(0, most)]}
         assert spans == kept[too_long]
-
-
-def test_the_next_item_is_read_while_one_is_worked_on() -> None:
-    begun: list[int] = []
-    second = threading.Event()
-
-    def items() -> Iterator[int]:
-        for item in range(4):
-            begun.append(item)
-            if item == 1:
-                second.set()
-            yield item
-
-    results = read_ahead(items())
-    assert next(results) == 0
-    assert second.wait(60)
-    assert begun == [0, 1]
-    assert list(results) == [1, 2, 3]
-
-
-def test_an_error_in_the_thread_that_reads_is_the_callers() -> None:
-    def fail() -> Iterator[int]:
-        yield 0
-        raise DataError("item 1")
-
-    results = read_ahead(fail())
-    assert next(results) == 0
-    with pytest.raises(DataError, match="item 1"):
-        next(results)
-
-
-def test_a_long_document_takes_memory_for_its_tokens_twice_and_not_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenization, "FRAGMENT_CHARACTERS", 1 << 14)
-    monkeypatch.setattr(tokenization, "BATCH_CHARACTERS", 1 << 16)
-    text = "a long line of text\n" * 100_000
-    tracemalloc.start()
-    for _, ids, _ in tokenize([Document(text, "long", None, len(text))], ByteTokenizer()):
-        kept, most = tracemalloc.get_traced_memory()
-        assert len(ids) == len(text)
-    tracemalloc.stop()
-    assert kept < 2.5 * len(text), "of two bytes a token"
-    assert most < 4.5 * len(text) + (1 << 20)

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaTokenizer
 
 from tests.support.chats import write_llama_model
+from tests.support.encoded import encode_all
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.added_tokens import AddedToken
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
-from torchtitan_cp.data.corpus.tokenization import tokenize
 from torchtitan_cp.data.corpus.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -267,7 +267,7 @@ def test_text_begins_with_bos_and_ids_of_a_corpus_stay_as_they_are(tmp_path: Pat
     tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "rows.jsonl").write_text('{"text": "one", "ids": [5, 6]}\n{"text": "two", "ids": [7]}\n')
     of_text, of_ids = (
-        [ids.tolist() for _, ids, _ in tokenize(Corpus(data).documents(SkippedRecords()), tokenizer)]
+        [ids.tolist() for _, ids, _ in encode_all(Corpus(data).documents(SkippedRecords()), tokenizer, data)]
         for data in (Data(source="jsonl", path=str(tmp_path), **keys) for keys in ({}, {"token_field": "ids"}))
     )
     assert [row[0] for row in of_text] == [1, 1]

@@ -31,8 +31,8 @@ from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template, read_conversation
+from torchtitan_cp.data.corpus.encoding import learned_tokens
 from torchtitan_cp.data.corpus.records import BadRecordError
-from torchtitan_cp.data.corpus.tokenization import learned_tokens
 from torchtitan_cp.data.corpus.tokenizer import load_tokenizer
 from torchtitan_cp.data.errors import DataError
 
