@@ -49,7 +49,7 @@ def check_run(config: Config, ranks: int, *, trains: bool = True) -> str:
     """
     run = resolve_run(config, ranks)
     config = run.config
-    check_files(config)
+    check_files(config, reads_corpus=trains)
     args = check_before_corpus(run, find_device().device.type, trains=trains)
     log_rope_notes(config, run.stages, args)
     for line in shortened_warmups(config, run.stages):

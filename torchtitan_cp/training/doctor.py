@@ -16,8 +16,7 @@ from torchtitan_cp.data.batches.packed_stream import PackedSequence
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.resolve import doctor_config
-from torchtitan_cp.training.short_step import ShortStep, check_fits, shorten
-from torchtitan_cp.training.trainer import Trainer
+from torchtitan_cp.training.short_step import ShortStep, check_fits, comparing_trainer, shorten
 
 DOCTOR_TOKENS, MIN_TOKENS = 256, 16
 
@@ -59,7 +58,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     Raises:
         ConfigError: the unsharded model does not fit on one rank, or the sequence is too short for documents.
     """
-    trainer = Trainer(doctor_config(config, world.size), world, trains=False)
+    trainer = comparing_trainer(doctor_config(config, world.size), world)
     check_fits(trainer)
     # A window that is as long as the stage's sequences masks nothing.
     windows = (mixer.window for mixer in trainer.model.args.mixers if mixer.window < trainer.stages[-1].seq_len)

@@ -24,7 +24,7 @@ from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.resolve import without_lossy_options
-from torchtitan_cp.training.short_step import ShortStep, check_fits, gather_pipeline, shorten
+from torchtitan_cp.training.short_step import ShortStep, check_fits, comparing_trainer, gather_pipeline, shorten
 from torchtitan_cp.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,12 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
         ConfigError: the unsharded model does not fit on one rank.
     """
     config = without_lossy_options(config)
-    trainer = Trainer(config, world, trains=False)
+    trainer = comparing_trainer(config, world)
     first_of_kind = {_kind(stage): stage for stage in reversed(trainer.stages)}
     comparisons = []
     for stage in sorted(first_of_kind.values(), key=lambda stage: stage.index):
         if (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
-            trainer = Trainer(config, world, stage_index=stage.index, trains=False)
+            trainer = comparing_trainer(config, world, stage.index)
         check_fits(trainer, length)
         comparisons.append(_compare(trainer, shorten(trainer, stage, length, SHORT_TOKENS)))
     if world.rank == 0:

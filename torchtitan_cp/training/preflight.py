@@ -28,13 +28,17 @@ from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import ResolvedRun, with_defaults
 
 
-def check_files(config: Config) -> None:
+def check_files(config: Config, *, reads_corpus: bool = True) -> None:
     """Check what a run reads and writes on this machine: corpus, chat template and the run's folder.
+
+    Args:
+        reads_corpus: False for comparisons, which take random tokens.
 
     Raises:
         UserError: one of them cannot be used.
     """
-    check_corpus(config.data)
+    if reads_corpus:
+        check_corpus(config.data)
     for source in config.data.by_name().values():
         if source.conversations:
             find_chat_template(source, config.tokenizer, registry.start_folder(config.model))

@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.comparison import ModelRun
-from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.contract import Attend, LanguageModel
 from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, Samples, assign_sequences, collate, read_step
+from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import LayerAttention, cast_parameters, set_rope
 from torchtitan_cp.training.plain_attention import PlainAttention
@@ -30,6 +31,12 @@ from torchtitan_cp.training.trainer import Trainer
 
 Name = TypeVar("Name")
 PAIR_BYTES = 15  # of plain attention's masks, for each query and key; measured
+
+
+def comparing_trainer(config: Config, world: World, stage_index: int | None = None) -> Trainer:
+    """A trainer for comparisons, of random tokens: a model across ranks differs on any text, or on none."""
+    config = config.with_keys(data={"max_epochs": {}})  # of the corpus, whose length is not known here
+    return Trainer(config, world, stage_index=stage_index, trains=False, random_tokens=True)
 
 
 def shorten(trainer: Trainer, stage: ResolvedStage, length: int, default: int) -> ResolvedStage:

@@ -17,6 +17,7 @@ from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.run_folder import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, batch_signature
+from torchtitan_cp.data.corpus.random_tokens import random_corpus
 from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
 from torchtitan_cp.health.monitor import StepReport
@@ -52,6 +53,7 @@ class Trainer:
         model_args: sizes of the model; None: those that the config gives.
         stage_index: the stage whose tp and pp this process takes; None: the stage where training begins or resumes.
         trains: `run` will be called; comparisons and evaluations call only parts of this class.
+        random_tokens: the text is random, and the corpus neither read nor looked for.
 
     Attributes:
         progress: where the run stands.
@@ -68,6 +70,7 @@ class Trainer:
         stage_index: int | None = None,
         *,
         trains: bool = True,
+        random_tokens: bool = False,
     ) -> None:
         run = resolve_run(config, world.size, model_args)
         self.config = config = run.config
@@ -83,16 +86,19 @@ class Trainer:
             path, saved_progress = self.saved
             check_identity(saved_progress.identity, resume.identity_of(config, args, first.tp), path)
 
-        # No time limit: rank 0 may tokenize for hours while the others wait.
-        set_activity("preparing the corpus", 0, math.inf)
         self.signals = StopSignals(self._announce_stop)
-        with self.signals:
-            corpus = prepare_corpus(config, self._stop_requested)
+        if random_tokens:
+            corpus = random_corpus(config.data, args.vocab_size, config.training.seed)
+        else:
+            # No time limit: rank 0 may tokenize for hours while the others wait.
+            set_activity("preparing the corpus", 0, math.inf)
+            with self.signals:
+                corpus = prepare_corpus(config, self._stop_requested)
+            args = fit_vocabulary(run, corpus.tokenizer.vocab_size)
         self.watchdog_timeout_seconds = config.job.startup_timeout_seconds
         set_activity("building the model", 0, self.watchdog_timeout_seconds)
         self.data_pipeline = DataPipeline(config, corpus, run.longest)
 
-        args = fit_vocabulary(run, corpus.tokenizer.vocab_size)
         self.meshes = Meshes(self.device.device.type, first.degrees)
         self.model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, first)
         self.step_runner = StepRunner(self.model, self._stop_and_save_requests)

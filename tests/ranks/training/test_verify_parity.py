@@ -1,6 +1,7 @@
 """--verify-parity: it holds where the program is right, and names what is wrong where it is not."""
 
 import io
+import shutil
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 from torch import Tensor
 
 from models import ARCHITECTURES
+from tests.support.doctor import diagnose
 from tests.support.hub_models import write_start
 from tests.support.parity import rows_of, verify
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import EXPERTS, TINY, write_conversations, write_run
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.strategy import Strategy
+from torchtitan_cp.cli.check import main as check
 from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training.parity import verify_parity
@@ -83,6 +86,18 @@ def test_parity_holds_on_packed_conversations_with_a_masked_loss(
     ranks: Callable[[int], RankPool], tmp_path: Path, overrides: list[str]
 ) -> None:
     assert ranks(4)(verify, write_conversations(tmp_path), *overrides) == [True] * 4
+
+
+def test_neither_comparison_looks_for_the_corpus(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    shutil.rmtree(tmp_path / "corpus")
+    trained, once = "--tokenizer.kind=sentencepiece", "--data.max_epochs={corpus = 1}"
+    assert ranks(2)(verify, path, "--parallel.cp=2", "--tokenizer.vocab_size=300", trained, once) == [True] * 2
+    assert [safe for safe, _ in ranks(2)(diagnose, path)] == [True] * 2
+    assert not (tmp_path / "cache").exists()
+    for comparison in ("--parity", "--doctor"):
+        assert check([str(path), "--ranks", "2", comparison]) == 0
+    assert check([str(path), "--ranks", "2"]) == 2
 
 
 @pytest.mark.deep

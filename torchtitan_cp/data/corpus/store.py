@@ -126,7 +126,7 @@ class TokenStore:
             self._mask_offsets = np.append(0, np.cumsum(-(-self.document_lengths // 8)))
             self._mask = _map(folder / f"{split}.mask.bin", np.dtype(np.uint8))
 
-    def __reduce__(self) -> tuple[type, tuple[Path, str, int]]:
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return TokenStore, (self.folder, self.split, self.vocab_size)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
