@@ -33,8 +33,8 @@ def flops_per_token(args: ModelArgs, seq_len: int, keys: Sequence[float] | None 
     """FLOPs of training on one token: forward and twice that for backward, without recomputation.
 
     6 per weight; attention's two products cost 6 x Hq x (Dqk + Dv) per key; a recurrent state costs 6 per number and
-    product, 18 in a delta rule (read by the key, written, read by the query) and 12 in a scan. Source: Kaplan et al., 2020, and appendix B of PaLM (Chowdhery et al.,
-    2022), with the causal half.
+    product, 18 in a delta rule (read by the key, written, read by the query) and 12 in a scan. Source: Kaplan et al.,
+    2020, and appendix B of PaLM (Chowdhery et al., 2022), with the causal half.
 
     Args:
         keys: keys that a token sees in each layer, on average; None: as in one causal sequence.
