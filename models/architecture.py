@@ -114,6 +114,9 @@ class Mixer:
         state_size: numbers in the recurrent state; 0 without one.
         state_channels, state_values: of a recurrence, channels of q, k and v together, and of v alone; of a convolution
             without one, its channels, and 0.
+        state_heads: Hv of a recurrence; state_gates: gates of a head for a token, 1, or K in Kimi's rule.
+        state_products: products of a token with each number of the state: a delta rule reads it by the key, writes it,
+            and reads it by the query; a scan does not read it by the key.
     """
 
     n_heads: int
@@ -125,6 +128,9 @@ class Mixer:
     state_size: int = 0
     state_channels: int = 0
     state_values: int = 0
+    state_heads: int = 0
+    state_gates: int = 1
+    state_products: int = 3
 
     @property
     def width(self) -> int:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.architecture import HubConfig, Mixer
+from models.huggingface.observed_run import KIMI_RULE, SCAN
 from models.huggingface.probe import LayerInfo, ModelProbe, probe_model
 
 # Keys about the files, the library or this machine, not about the model.
@@ -165,7 +166,15 @@ def _mixer(layer: LayerInfo) -> Mixer:
         return attention
     values = linear.value_heads * linear.value_dim
     channels = 2 * linear.key_heads * linear.key_dim + values if linear.rule else linear.conv_channels
-    return replace(attention, state_size=linear.state_size, state_channels=channels, state_values=values)
+    return replace(
+        attention,
+        state_size=linear.state_size,
+        state_channels=channels,
+        state_values=values,
+        state_heads=linear.value_heads,
+        state_gates=linear.key_dim if linear.rule == KIMI_RULE else 1,
+        state_products=2 if linear.rule == SCAN else 3,
+    )
 
 
 @lru_cache(maxsize=8)

@@ -26,6 +26,7 @@ TOKENS = 29
 _MASK_QUERIES = (2**20 - 1, 700_001, 300_007)  # positions at which a mask is evaluated
 _MASK_OFFSET = 2.0**23  # marks the masks made here; added to a window, it leaves the window exact in fp32
 _NO_WINDOW = -1
+DELTA_RULE, KIMI_RULE, SCAN = "gated delta rule", "Kimi delta rule", "Mamba-2 scan"  # names of recurrences
 
 # The module that calls attention, or a convolution or recurrence; and its fields of a LayerInfo or LinearInfo.
 Call = tuple[nn.Module, dict[str, Any]]
@@ -149,13 +150,12 @@ class ObservedRun(TorchFunctionMode):
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, _: Any, *, qk_l2norm: bool
     ) -> Tensor:
         """Record a delta rule, and return its values."""
-        rule = "gated delta rule" if g.ndim == 3 else "Kimi delta rule"
-        self._add_recurrence(rule, k, v, q=q, k=k, v=v, g=g, beta=beta)
+        self._add_recurrence(DELTA_RULE if g.ndim == 3 else KIMI_RULE, k, v, q=q, k=k, v=v, g=g, beta=beta)
         return v
 
     def selective_scan(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, _: Any) -> Tensor:
         """Record a scan of Mamba-2, and return its input."""
-        self._add_recurrence("Mamba-2 scan", B, x, x=x, dt=dt, B=B, C=C)
+        self._add_recurrence(SCAN, B, x, x=x, dt=dt, B=B, C=C)
         return x
 
     def _add_recurrence(self, rule: str, keys: Tensor, values: Tensor, **inputs: Tensor) -> None:

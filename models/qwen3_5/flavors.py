@@ -52,7 +52,7 @@ class HybridArgs(LlamaArgs):
         """The recurrence or the attention of each layer; a state is Hv K V."""
         channels, values = self._channels
         attention = Mixer(self.n_heads, self.n_kv_heads, self.head_dim, self.head_dim)
-        delta_net = Mixer(0, 0, 0, 0, 0, False, values * self.linear_key_dim, channels, values)
+        delta_net = Mixer(0, 0, 0, 0, 0, False, values * self.linear_key_dim, channels, values, self.linear_value_heads)
         return tuple(delta_net if linear else attention for linear in self.linear_layers)
 
     def linear_parameters(self) -> int:

@@ -1,4 +1,4 @@
-"""The doctor of a config on a rank, and ten ways to break what stands between a model and its ranks."""
+"""The doctor of a config on a rank, and thirteen ways to break what stands between a model and its ranks."""
 
 import dataclasses
 import json
@@ -17,7 +17,8 @@ from models import ARCHITECTURES
 from models.huggingface.model import HuggingFaceModel
 from tests.support.huggingface_families import FAMILIES
 from tests.support.runs import TINY, write_run
-from torchtitan_cp.attention import attend
+from torchtitan_cp.attention import attend, causal_conv, gated_delta_rule
+from torchtitan_cp.attention.linear.states import StateExchange
 from torchtitan_cp.config import load_config
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training import model as training_model
@@ -110,6 +111,35 @@ def _shard_twice() -> Any:
     return patch.object(ParallelModel, "_train_part", halved)
 
 
+def _lose_state() -> Any:
+    """Ranks begin every run with a state of zeros."""
+    enter = StateExchange.enter
+
+    def forget(self: Any, summarize: Any) -> tuple[Tensor, Tensor]:
+        states, maps = enter(self, summarize)
+        return torch.zeros_like(states), maps
+
+    return patch.object(StateExchange, "enter", forget)
+
+
+def _convolve_over_documents() -> Any:
+    """The convolution of ranks does not know where documents begin."""
+
+    def convolve(self: Any, x: Tensor, weight: Tensor, plans: Any, **options: Any) -> Tensor:
+        return causal_conv(x, weight, _mix_documents(plans, 0, {}), **options)
+
+    return patch.object(LayerAttention, "causal_conv", convolve)
+
+
+def _swap_gates() -> Any:
+    """On ranks each head has the gates of the next one. Some kernels' backward read those of the first for all."""
+
+    def rule(self: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plans: Any, **options: Any) -> Tensor:
+        return gated_delta_rule(q, k, v, g.roll(1, 2) if plans[0].ranks > 1 else g, beta, plans[0], **options)
+
+    return patch.object(LayerAttention, "gated_delta_rule", rule)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "window": lambda: _attention(lambda plans, window, options: plans[0]),
     "sink": lambda: _lose("sinks"),
@@ -121,4 +151,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "twice": _shard_twice,
     "average": lambda: patch.object(training_model.dist, "all_reduce", lambda tokens: tokens),
     "unreached": lambda: _built(_attend_within_shards),
+    "state": _lose_state,
+    "convolution": _convolve_over_documents,
+    "gates": _swap_gates,
 }

@@ -54,7 +54,8 @@ class Findings:
     def report(self) -> Report:
         """The table, the probes and the verdict."""
         ranks, plain = self.traces["ranks"], self.traces["plain"]
-        cells = [HEADERS, *(self._cells(layer, call) for layer, call in ranks.calls.items())]
+        mixing = (name for name, _ in self.model.named_modules() if name in ranks.calls or name in ranks.convolving)
+        cells = [HEADERS, *(self._cells(layer, ranks.calls.get(layer)) for layer in mixing)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         lines += [f"tokens are mixed outside of attention in: {', '.join(self._mixers()) or 'no layer'}"]
@@ -71,8 +72,10 @@ class Findings:
         verdict = f"NOT SAFE: {fault}: {where}: {evidence}" if fault else "safe: nothing differs"
         return Report(fault, "\n".join([*lines, verdict]))
 
-    def _cells(self, layer: str, call: CallInfo) -> list[str]:
-        """A row of the table."""
+    def _cells(self, layer: str, call: CallInfo | None) -> list[str]:
+        """A row of the table, of a layer with an attention call, or with a convolution alone."""
+        if not call:
+            return [layer, self._class_of(layer), *"-" * 6, f"convolution, {self.plan.ranks} ranks"]
         exchange = "state" if call.recurrent else f"attend {call.plan.strategy}"
         across_ranks = f"{exchange}, {call.plan.ranks} ranks"
         options = (f"{call.scale:.4g}", call.plan.mask.window[0] + 1, call.softcap, call.sinks is not None)
@@ -104,6 +107,8 @@ class Findings:
             fault, evidence = OTHER, "its output differs"
             if call and not call.recurrent:
                 fault, evidence = self._explain(call, layer, plain.events[event])
+            elif call or layer in ranks.convolving:
+                fault, evidence = self._explain_state(ranks.events[event], plain.events[event])
             yield fault, layer, evidence
         if not self.rows[LOSS].holds:
             sums = f"the ranks' shares sum to {ranks.loss:.6f} and one process has {plain.loss:.6f}"
@@ -140,6 +145,16 @@ class Findings:
         before, after = self.traces[run].events, self.traces.get(f"{run}, {token}", ModuleTrace()).events
         last = next((key for key in reversed(self.traces["plain"].events) if key in before and key in after), None)
         return _changed_rows(after[last], before[last]) if last else torch.zeros(self.plan.sequence_length).bool()
+
+    def _explain_state(self, got: Tensor, want: Tensor) -> tuple[str, str]:
+        """(fault, evidence) for a layer with a convolution or recurrence, from the first token that differs."""
+        token = int(_changed_rows(got, want, TOLERANCE).int().argmax())
+        evidence = f"its output differs from token {token} on"
+        if token and any(token == start for start, _ in self.plan.mask.documents(self.plan.sequence_length)[0]):
+            return LEAK, f"{evidence}, where a document begins"
+        if token and any(token == start for spans in self.plan.layout.spans for start, _ in spans):
+            return "a state lost between ranks", f"{evidence}, where the tokens of another rank begin"
+        return OTHER, evidence
 
     def _explain(self, call: CallInfo, layer: str, want: Tensor) -> tuple[str, str]:
         """(fault, evidence): the option of a call whose change makes it agree best with one process, `want`."""

@@ -25,7 +25,7 @@ SKETCH = 8  # features are recorded as this many random combinations
 class CallInfo(NamedTuple):
     """An attention call that reached us: (Hq, Hkv), (Dqk, Dv) and its options. Its q, k and v are events.
 
-    A gated delta rule is recorded as a recurrent call, with (Hv, Hk), (K, V).
+    A recurrence is recorded as a recurrent call, with (Hv, Hk), (K, V).
     """
 
     heads: tuple[int, int]
@@ -45,12 +45,13 @@ class ModuleTrace(Trace):
         events: inputs and outputs of modules ("in", "out") as sketches `[B, S/P, 8]`, and "q", "k" and "v" of their
             attention, `[B, S/P, H, D]`.
         calls: the first attention call of each module that reached us.
-        attending: modules that computed a softmax or another attention.
+        attending: modules that computed a softmax or another attention; convolving: that called our convolution.
         first: the first module, and how many tokens of a sequence its output has.
     """
 
     calls: dict[str, CallInfo] = field(default_factory=dict)
     attending: set[str] = field(default_factory=set)
+    convolving: set[str] = field(default_factory=set)
     first: tuple[str, float] | None = None
 
 
@@ -83,8 +84,10 @@ class _Recorder(TorchDispatchMode):
             )
             if self.own_values:
                 return v.clone(), []
-        elif func is CONVOLUTION and self.own_values:
-            return args[0][0].clone()  # of x and its parameters
+        elif func is CONVOLUTION:
+            self.trace.convolving.add(layer)
+            if self.own_values:
+                return args[0][0].clone()  # of x and its parameters
         elif "softmax" in str(func) or "attention" in str(func):
             self.trace.attending.add(layer)
         return func(*args, **(kwargs or {}))

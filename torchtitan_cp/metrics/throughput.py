@@ -32,9 +32,9 @@ BELIEVABLE_MFU = 0.9
 def flops_per_token(args: ModelArgs, seq_len: int, keys: Sequence[float] | None = None) -> float:
     """FLOPs of training on one token: forward and twice that for backward, without recomputation.
 
-    6 per weight; attention's two products cost 6 x Hq x (Dqk + Dv) per key; a recurrent state is read by the key and by
-    the query and written once, 18 per number. Source: Kaplan et al., 2020, and appendix B of PaLM (Chowdhery et al.,
-    2022), with the causal half.
+    6 per weight; attention's two products cost 6 x Hq x (Dqk + Dv) per key; a recurrent state costs 6 per number and
+    product, 18 in a delta rule (read by the key, written, read by the query) and 12 in a scan. Source: Kaplan et al.,
+    2020, and appendix B of PaLM (Chowdhery et al., 2022), with the causal half.
 
     Args:
         keys: keys that a token sees in each layer, on average; None: as in one causal sequence.
@@ -48,7 +48,7 @@ def _mixer_costs(args: ModelArgs, seq_len: int, keys: Sequence[float] | None = N
     windows = (mixer.window for mixer in args.mixers)
     causal = [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in windows]
     layers = zip(args.mixers, keys or causal, strict=True)
-    return [mixer.width * count + 3 * mixer.state_size for mixer, count in layers]
+    return [mixer.width * count + mixer.state_products * mixer.state_size for mixer, count in layers]
 
 
 def layer_costs(args: ModelArgs, seq_len: int) -> list[float]:

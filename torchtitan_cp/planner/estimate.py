@@ -216,8 +216,8 @@ def _recurrence_seconds(planned: PlannedStage) -> float:
     """Seconds of a layer's recurrence for a micro-batch, forward, backward and recomputation."""
     rate = planned.cluster.rate(planned.config.training.compute_dtype, planned.cluster.accelerator.linear)
     passes = 4 if planned.config.activation.checkpoint == "full" else 3
-    largest = max(mixer.state_size for mixer in planned.args.mixers)
-    return passes * 6 * largest * planned.tokens / (rate * RECURRENCE_RATE)
+    largest = max(mixer.state_products * mixer.state_size for mixer in planned.args.mixers)
+    return passes * 2 * largest * planned.tokens / (rate * RECURRENCE_RATE)
 
 
 def _tiles_again(planned: PlannedStage) -> float:

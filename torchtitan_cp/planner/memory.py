@@ -4,11 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtitan_cp.attention.linear.kernel import CHUNK, PART
+from torchtitan_cp.config.contract import Mixer
 from torchtitan_cp.optim.optimizers import ADAMW, OPTIMIZERS
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import FP32_BYTES, RING, STRATEGY_COSTS
 
 KINDS = ("weights", "gradients", "optimizer", "block_inputs", "attention", "mlp", "loss", "communication")
+
+
+Phase = tuple[str, dict[str, float]]
+"""Name of a phase, and the bytes by kind that exist only in it."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +98,49 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
     )
 
 
-def _delta_rule_bytes(planned: PlannedStage) -> float:
-    """Bytes at work in the backward of a gated delta rule, all fp32.
+# At work in the backward of a recurrence in torch, by its products with the state and whether each key dim has a gate:
+# fp32 numbers for each token and value head, as multiples of K, V, K Hk/Hv, the chunk, and the states K V / chunk. They
+# are fitted to the operator under the tracker of dry runs, K and V from 32 to 128 and Hv/Hk from 1 to 4, to 5 %.
+RULE_NUMBERS = {
+    (3, False): (8.2, 7.2, 5.9, 8.8, 4.5),
+    (3, True): (27.8, 7.5, 7.0, 4.5, 3.8),
+    (2, False): (6.3, 5.0, 5.8, 6.5, 4.1),
+}
+# Bytes at work in the backward of a convolution of 4 tokens alone, for each value of its input, counted likewise.
+CONVOLUTION_BYTES = 34
 
-    For each head and token: the factors of its chunk and their gradients, in rows as long as a key or a chunk, and the
-    chunk's states; and the gradients of all inputs. A key head with so many tokens that it exceeds one part is not
-    counted as such.
+
+def _recurrence_bytes(planned: PlannedStage, recurrence: Mixer) -> float:
+    """Bytes at work in the backward of a recurrence: those of the heads of a part, and gradients of the other parts.
+
+    A key head with so many tokens that it exceeds one part is not counted as such.
     """
+    heads, value_dim = recurrence.state_heads, recurrence.state_values / recurrence.state_heads
+    key_dim = recurrence.state_size / recurrence.state_values
+    shared = (recurrence.state_channels - recurrence.state_values) / 2 / heads
+    sizes = (key_dim, value_dim, shared, CHUNK, key_dim * value_dim / CHUNK)
+    numbers = RULE_NUMBERS[recurrence.state_products, recurrence.state_gates > 1]
+    at_work = sum(count * size for count, size in zip(numbers, sizes, strict=True))
+    results = 2 * shared + value_dim + recurrence.state_gates + 1
+    rows = planned.tokens * heads
+    part = min(rows, PART / value_dim)
+    return FP32_BYTES * (part * at_work + (rows - part) * results)
+
+
+def _recurrence_phases(planned: PlannedStage) -> list[Phase]:
+    """The backward of a recurrence, or of a convolution without one: "attention" is what exists beside what was kept.
+
+    By then the norm and the gate of its output are freed, and so are what a layer kept of them.
+    """
+    channels = max(mixer.state_channels for mixer in planned.args.mixers) * planned.tokens * planned.element_bytes
     if not (recurrence := planned.recurrence):
-        return 0.0
-    dim = recurrence.state_size / recurrence.state_values
-    rows = planned.tokens * recurrence.state_values / dim
-    return FP32_BYTES * (3 * dim * rows + min(rows, PART / dim) * (12 * dim + 8 * CHUNK + 2 * dim * dim / CHUNK))
+        working = channels / planned.element_bytes * CONVOLUTION_BYTES
+        return [("convolution", {"attention": working})] if channels else []
+    values = planned.tokens * recurrence.state_values
+    gate = values * (3 * planned.element_bytes + 2 * FP32_BYTES)
+    inputs = {"none": -gate, "selective": channels}.get(planned.config.activation.checkpoint, 2 * channels)
+    gradient = values * planned.element_bytes
+    return [("recurrence", {"attention": inputs + gradient + _recurrence_bytes(planned, recurrence)})]
 
 
 def _repeated_keys_bytes(planned: PlannedStage) -> float:
@@ -139,10 +175,6 @@ def _second_norm_kept(block: BlockBytes, tiles: int) -> float:
     # The balance of experts needs the norm's output once more.
     again = block.second_norm - block.stream if block.copies else 0.0
     return again + (block.second_norm if tiles == 1 else block.stream)
-
-
-Phase = tuple[str, dict[str, float]]
-"""Name of a phase, and the bytes by kind that exist only in it."""
 
 
 def rank_memory(planned: PlannedStage, pp_rank: PlannedRank) -> Iterator[Memory]:
@@ -313,8 +345,7 @@ def _block_phases(
         in_mlp = in_mlp | {"block_inputs": at_work + ahead - kept[0], "attention": -kept[1]}
         in_attention = in_attention | {"block_inputs": gradient + ahead - kept[0]}
     phases = [("MLP", in_mlp), ("attention", in_attention)]
-    if working := _delta_rule_bytes(planned):
-        phases.append(("gated delta rule", in_attention | {"attention": recomputed * again + working}))
+    phases += [(name, in_attention | at_work) for name, at_work in _recurrence_phases(planned)]
     if tp > 1 and recomputed:
         # The attention's output product is summed over tp: whole partial products, in two orders, and their sum.
         in_sum = {

@@ -4,10 +4,18 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
+from torch import Tensor
+
+from models.huggingface.args import args_from_config
+from models.huggingface.model import HuggingFaceModel
 from tests.support.deep import deep_rows
-from tests.support.huggingface_families import ON_RANKS
+from tests.support.huggingface_families import FAMILIES, ON_RANKS, random_weights
 from tests.support.huggingface_parity import compare_compiled, compare_on_ranks, write_family
+from tests.support.linear_cases import count_bytes, make_cp
 from tests.support.rank_pool import RankPool
+from torchtitan_cp.training.model import LayerAttention
 
 RING = "--context_parallel.strategy=ring"
 ALL_TO_ALL = "--context_parallel.strategy=all_to_all"
@@ -57,3 +65,38 @@ def test_two_ranks_that_share_experts_give_the_gradients_of_eager_attention(
     found = ranks(2)(compare_on_ranks, path, family, "--parallel.cp=2", "--parallel.ep=2", FULL)[0]
     assert abs(found.loss - found.eager_loss) <= 1e-5 * found.eager_loss
     assert max(found.errors.values()) <= 1e-5, found.errors
+
+
+def count_layer_bytes(family: str, layout: str) -> tuple[int, int]:
+    """On a rank: bytes that the first layer's convolution and recurrence send forward and backward, in fp32."""
+    args, plan = args_from_config(FAMILIES[family], {}), make_cp(layout).plan(128)
+    model = HuggingFaceModel(args, LayerAttention())
+    random_weights(model, 0)
+    model.shared.plans = {0: plan}
+    linear = args.probe.layers[0].linear
+    assert linear
+    outs: list[Tensor] = []
+    forward = count_bytes(
+        lambda: outs.append(model.get_submodule(linear.module)(plan.shard(torch.ones(1, 128, args.dim))))
+    )
+    return forward, count_bytes(lambda: outs[0].sum().backward())
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "size", "segments", "a_map"),
+    [("Nemotron-H", "zigzag", 2, 3, lambda k: k), ("Qwen3-Next", "contiguous", 4, 4, lambda k: k * k)],
+)
+def test_a_layer_sends_its_states_and_the_halos_of_its_convolution(
+    ranks: Callable[[int], RankPool], family: str, layout: str, size: int, segments: int, a_map: Callable[[int], int]
+) -> None:
+    """The formula of docs/linear_attention.md, for a document over `segments` segments, of all ranks together."""
+    linear = args_from_config(FAMILIES[family], {}).probe.layers[0].linear
+    assert linear
+    answers = ranks(size)(count_layer_bytes, family, layout)
+    state, transition = 4 * linear.state_size, 4 * linear.value_heads * a_map(linear.key_dim)
+    # All but the last segment send B, and all but the first get a state; the inner ones send A too.
+    states = 2 * (segments - 1) * state
+    halos = (segments - 1) * (linear.conv_width - 1) * linear.conv_channels * 4
+    forward = (states + (segments - 2) * transition) * (size - 1) // size + halos
+    assert sum(sent for sent, _ in answers) == forward
+    assert sum(sent for _, sent in answers) == states * (size - 1) // size + 2 * halos

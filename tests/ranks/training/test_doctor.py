@@ -1,4 +1,4 @@
-"""The doctor of a config: safe where the program is right, and each of ten faults named where it is broken."""
+"""The doctor of a config: safe where the program is right, and each of thirteen faults named where it is broken."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +63,9 @@ FOUND = {
     ("twice", "Llama"): "a sequence sharded twice: model.embed_tokens (Embedding)",
     ("average", "Llama"): "a loss averaged by shard: HuggingFaceModel: no layer differs",
     ("unreached", "OLMo 3"): "an attention that never reaches us: model.layers.1.self_attn (Olmo3Attention)",
+    ("state", "Nemotron-H"): "a state lost between ranks: model.layers.0.mixer (NemotronHMamba2Mixer): its output",
+    ("convolution", "LFM2"): "documents leaking: model.layers.0.conv (Lfm2ShortConv): its output differs from token 7",
+    ("gates", "Kimi Linear"): "another computation: model.layers.0.self_attn (KimiLinearDeltaAttention): its output",
 }
 
 
@@ -72,7 +75,7 @@ def test_a_fault_under_a_model_of_transformers_is_named(
 ) -> None:
     safe, printed = ranks(2)(diagnose, write_family(tmp_path, family), fault)[0]
     assert not safe
-    assert f"NOT SAFE: {FOUND[fault, family]}" in printed
+    assert f"NOT SAFE: {FOUND[fault, family]}" in printed, printed
 
 
 @pytest.mark.deep

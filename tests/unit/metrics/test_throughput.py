@@ -26,6 +26,12 @@ def test_flops_count_six_a_weight_and_half_the_square_of_attention() -> None:
     assert flops_per_token(args(0, [100]), 4096) == pytest.approx(12 * 4 * 64 * seen, rel=2e-2)
 
 
+def test_a_delta_rule_counts_three_products_with_its_state_and_a_scan_two() -> None:
+    rule, scan = Mixer(0, 0, 0, 0, state_size=1000), Mixer(0, 0, 0, 0, state_size=1000, state_products=2)
+    hybrid = SimpleNamespace(linear_parameters=lambda: 0, mixers=[rule, scan])
+    assert flops_per_token(hybrid, 4096) == 6 * (3 + 2) * 1000
+
+
 def test_keys_that_windows_do_not_reach_are_not_sent() -> None:
     plans = {window: make_plan(4096, mask=AttentionMask().windowed(window), ranks=2) for window in (0, 65)}
     assert keys_sent(plans, [0]) == 0.75

@@ -1,5 +1,6 @@
 """The planner and the dry run give a model of transformers what they give the same model of ours."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from models import ARCHITECTURES
 from models.huggingface.args import args_from_config
+from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES
 from tests.support.huggingface_full_size import GEMMA3_27B, GPT_OSS_120B
 from torchtitan_cp.config import Config, load_config
@@ -100,6 +102,30 @@ def test_a_dry_run_takes_the_memory_of_the_same_native_model(tmp_path: Path) -> 
     assert theirs.peak_bytes == pytest.approx(ours.peak_bytes, rel=0.05)
     for kind in ("weights", "gradients", "optimizer"):
         assert theirs.by_kind[kind] == pytest.approx(ours.by_kind[kind], rel=1e-3)
+
+
+WIDTHS = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 512, "moe_intermediate_size": 352}
+DELTA_NETS = {f"linear_{size}": 64 for size in ("key_head_dim", "value_head_dim", "head_dim")}
+MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64}
+LATENT = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
+SHARED = {"shared_expert_intermediate_size": 352, "moe_shared_expert_intermediate_size": 352}
+HYBRIDS = {
+    "Qwen3.5": {"head_dim": 64, **DELTA_NETS},
+    "Qwen3-Next": {"head_dim": 64, **DELTA_NETS, **SHARED},
+    "Kimi Linear": {**LATENT, **DELTA_NETS},
+    "Nemotron-H": {"head_dim": 64, **MAMBA, **SHARED},
+    "LFM2": {},
+}
+SHORT = OWN_ROPE.replace("16384", "4096").replace("65536", "8192").replace("cp = 4", "cp = 2")
+
+
+@deep_rows(("family", "mode"), itertools.product(HYBRIDS, ("full", "attention_saved")), default=[])
+def test_the_memory_of_a_hybrid_is_within_10_percent_of_a_dry_run(tmp_path: Path, family: str, mode: str) -> None:
+    """Tensors of states and convolutions stand out."""
+    model = of_config(tmp_path, {**FAMILIES[family], **WIDTHS, **HYBRIDS[family]})
+    config = write(tmp_path, model, SHORT.replace('"full"', f'"{mode}"'))
+    (walked,), (planned,) = dry_run(config, 2), plan_config(config, make_cluster("cpu", 1))
+    assert planned.memory.total == pytest.approx(walked.peak_bytes, rel=0.10)
 
 
 @pytest.mark.deep

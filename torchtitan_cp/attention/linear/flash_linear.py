@@ -56,7 +56,7 @@ def has_right_backward() -> bool:
     if wrong:
         logger.warning(
             f"gated delta nets run in torch, which is slower: Triton {triton} compiles their fused backward to wrong "
-            "numbers on this GPU; install tilelang, or Triton 3.7.1 or later"
+            "numbers on this GPU; pip install 'triton>=3.7.1' (torch brings it from 2.12.1 on), or tilelang"
         )
     return not wrong
 
