@@ -179,11 +179,13 @@ def write_result(out: Path, saved: SavedModel | HubCheckpoint, stage: Stage, res
     about = {"checkpoint": str(saved.path), "stage": name, "seq_len": stage.seq_len}
     (out / "evaluation.json").write_text(json.dumps({**about, **result.to_json()}, indent=1) + "\n", encoding="utf-8")
     curve = {saved.name: (result.position_starts, result.position_losses)}
-    imsave(out / "loss_by_position.png", draw_loss_by_position(curve))
+    title = f"loss on held-out text, {saved.name}"
+    imsave(out / "loss_by_position.png", draw_loss_by_position(curve, title=title))
     for variant, found in result.retrieval.items():
         if not found.by_length():
             continue
-        imsave(out / f"{variant}.png", draw_retrieval_map(*found, trained_length=saved.stage.seq_len, title=variant))
+        title = f"% of {variant.replace('_', ' ')} right, {saved.name}"
+        imsave(out / f"{variant}.png", draw_retrieval_map(*found, trained_length=saved.stage.seq_len, title=title))
 
 
 def main(arguments: list[str]) -> int:

@@ -239,7 +239,7 @@ def _check_until(config: Config, stage: ResolvedStage, first: ResolvedStage) -> 
     if config.evaluation.interval == 0:
         raise ConfigError(
             f"{where} is decided after evaluations, and evaluation.interval is 0",
-            fix="set evaluation.interval to a number of steps",
+            fix="set evaluation.interval to a number of steps, or leave it out",
         )
     sources = config.data.by_name()
     mixture = stage.data.mixture or dict.fromkeys(sources, 1.0)

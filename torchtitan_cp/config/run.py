@@ -139,17 +139,17 @@ class Evaluation:
     """What is measured on held-out text.
 
     Attributes:
-        interval: steps between evaluations; 0: only at the end of each stage
+        interval: steps between evaluations; -1: a tenth of the stage's, at least 10; 0: only at the end of each stage
         at_start: evaluate before the first step too, if max_share has time for it; later evaluations say what changed
         tokens: held-out tokens of one validation
-        max_share: fraction of the run's time for evaluation; beyond it, those within a stage and parts of
-            others are skipped
+        max_share: fraction of the run's time for evaluation, half of it for those within a stage; what would take
+            more is left out
         position_seq_len: sequence length for loss by position; 0: the stage's; a longer one looks beyond it
         context_gain_tokens: context gain is the loss with at most this many tokens of context minus the loss with all;
             0: none
     """
 
-    interval: int = key(0, least=0)
+    interval: int = key(-1, least=-1)
     at_start: bool = True
     tokens: int = key(32768, least=1)
     max_share: float = key(0.05, least=0, most=1)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+STAGE_PARTS = 10  # evaluations of a stage where evaluation.interval says nothing else
+LEAST_STEPS = 10  # between them
 TRAINING_COST = 3  # of a token, over that of evaluating it: a forward, and a backward of twice its work
 
 
@@ -30,14 +32,25 @@ class Budget:
     token_seconds: float = 0.0
     planned_tokens: int = 0
 
-    def affords(self, tokens: int) -> bool:
-        """True if this many more tokens stay within max_share, at the speed of the last ones."""
+    def affords(self, tokens: int, part: float = 1.0) -> bool:
+        """True if this many more tokens stay within a part of max_share, at the speed of the last ones."""
+        spent, trained_seconds = self._seconds_with(tokens)
+        return self.max_share >= 1 or spent <= part * self.max_share * (trained_seconds + spent)
+
+    def share_with(self, tokens: int) -> float:
+        """The fraction of the time that evaluation has taken after this many more tokens, rounded up to two digits."""
+        spent, trained_seconds = self._seconds_with(tokens)
+        share = spent / (trained_seconds + spent) if spent else 0.0
+        digits = 1 - math.floor(math.log10(share)) if share else 0
+        return math.ceil(share * 10**digits) / 10**digits
+
+    def _seconds_with(self, tokens: int) -> tuple[float, float]:
+        """Seconds of evaluation after this many more tokens, and seconds of training."""
         token_seconds, trained_seconds = self.token_seconds, self.trained_seconds
         if not trained_seconds:
             token_seconds = token_seconds or 1.0  # whatever a token takes, the share is the same
             trained_seconds = TRAINING_COST * self.planned_tokens * token_seconds
-        spent = self.evaluation_seconds + tokens * token_seconds
-        return self.max_share >= 1 or spent <= self.max_share * (trained_seconds + spent)
+        return self.evaluation_seconds + tokens * token_seconds, trained_seconds
 
     @contextmanager
     def spending(self, tokens: int) -> Iterator[None]:
@@ -47,6 +60,19 @@ class Budget:
         seconds = time.perf_counter() - start
         self.evaluation_seconds += seconds
         self.token_seconds = seconds / tokens
+
+
+def is_due(interval: int, step: int, stage_step: int, stage_steps: int) -> bool:
+    """Whether a stage is evaluated after a step within it.
+
+    Args:
+        interval: evaluation.interval.
+        step: of the run; stage_step: of the stage; both count from 1.
+        stage_steps: how many the stage has.
+    """
+    if interval < 0:
+        return stage_step % max(LEAST_STEPS, math.ceil(stage_steps / STAGE_PARTS)) == 0
+    return interval > 0 and step % interval == 0
 
 
 @contextmanager

@@ -2,13 +2,17 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_cp.config.json_types import JsonObject
+from torchtitan_cp.config.names import format_tokens
+
+MAX_LENGTHS = 6  # lines of a chart that can be told apart
+NEAR_END_PARTS = 16  # of the sequence
 
 
 class Retrieval(NamedTuple):
@@ -35,6 +39,10 @@ class Retrieval(NamedTuple):
         """Mean over depths at the longest length up to `seq_len`; None if that was not tried."""
         lengths = [length for length in self.lengths if length <= seq_len]
         return self.by_length().get(lengths[-1]) if lengths else None
+
+    def lengths_up_to(self, bounds: Collection[int]) -> set[int]:
+        """The longest length up to each bound, and the longest of all."""
+        return {max(self.lengths), *(max((x for x in self.lengths if x <= bound), default=0) for bound in bounds)}
 
     def by_length(self) -> dict[int, float]:
         """Mean over depths, of each length that was tried."""
@@ -95,11 +103,13 @@ class EvaluationResult:
         text = json.dumps({**vars(self), "retrieval": retrieval}, default=np.ndarray.tolist)
         return dict(json.loads(text, parse_constant=lambda nan: None))
 
-    def scalars(self, seq_len: int) -> dict[str, float]:
+    def scalars(self, seq_len: int, stage_lengths: Collection[int] = ()) -> dict[str, float]:
         """The numbers to plot, by name.
 
         Args:
-            seq_len: accuracies are those of the longest prompts up to it.
+            seq_len: of the stage; `*_accuracy` are those of the longest prompts up to it.
+            stage_lengths: of all stages. With more than MAX_LENGTHS lengths of prompts, accuracy by length is that of
+                the longest prompts up to each of these, and of the longest of all.
         """
         sources = self.by_source if len(self.by_source) > 1 else {}
         values = {
@@ -110,9 +120,25 @@ class EvaluationResult:
             "short_loss_rise": self.short_loss_rise,
             **{f"loss_by_source/{name}": loss for name, loss in sources.items()},
             **{f"loss_by_turn/{turn.replace(' ', '_')}": loss for turn, loss in self._by_turn.items()},
+            **{f"loss_at_end/{end}": loss for end, loss in self.end_losses(seq_len).items()},
             **{f"{name}_accuracy": each.at(seq_len) for name, each in self.retrieval.items()},
         }
+        for name, each in self.retrieval.items():
+            shown = each.lengths if len(each.lengths) <= MAX_LENGTHS else each.lengths_up_to(stage_lengths)
+            for length, mean in each.by_length().items():
+                if length in shown:
+                    values[f"{name}_by_length/{format_tokens(length)}"] = mean
         return {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
+
+    def end_losses(self, seq_len: int) -> dict[str, float]:
+        """Mean losses at the near end of the context, a sixteenth into the sequence, and at the far end, its last bin.
+
+        Near is the bin that holds position S/16: the very first tokens have no context to speak of.
+        """
+        bins = list(zip(self.position_starts, self.position_losses, strict=True))
+        near = [loss for start, loss in bins if start <= seq_len // NEAR_END_PARTS]
+        far = [loss for start, loss in bins if start < seq_len]
+        return {"near": near[-1], "far": far[-1]} if len(far) > len(near) else {}
 
     @property
     def _by_turn(self) -> dict[str, float]:
@@ -132,11 +158,12 @@ class EvaluationResult:
             changes["passkey_accuracy"] = _change(self.retrieval["passkey"].at(seq_len), start.passkey.at(seq_len))
         return {name: change for name, change in changes.items() if change is not None}
 
-    def lines(self, step: int, seq_len: int, start: Baseline | None = None) -> Iterator[str]:
+    def lines(self, step: int, seq_len: int, start: Baseline | None = None, *, brief: bool = False) -> Iterator[str]:
         """Lines for a person.
 
         Args:
             start: what was found at step 0, where that is to be compared with.
+            brief: only the loss and what was retrieved, as within a stage.
         """
         yield (
             f"validation at step {step}: loss {self.loss:.4f} on held-out text at length {seq_len:,} "
@@ -147,6 +174,9 @@ class EvaluationResult:
                 else ""
             )
         )
+        if brief:
+            yield from self._retrieval_lines()
+            return
         if len(self.by_source) > 1:
             measured = {name: loss for name, loss in self.by_source.items() if not math.isnan(loss)}
             yield "by source: " + ", ".join(f"{name} {loss:.4f}" for name, loss in measured.items())
@@ -158,10 +188,7 @@ class EvaluationResult:
             yield f"context gain {self.context_gain:.4f} nats a token"
         if self.short_loss_rise is not None:
             yield f"the loss at the first stage's length changed by {self.short_loss_rise:+.2%} since that stage's end"
-        for name, retrieval in self.retrieval.items():
-            if means := retrieval.by_length():
-                accuracy = ", ".join(f"{mean:.0%} at {length:,}" for length, mean in means.items())
-                yield f"{name.replace('_', ' ')} right: {accuracy}"
+        yield from self._retrieval_lines()
         if start and (changes := self.since(start, seq_len)):
             said = [f"{name.replace('loss_by_source/', '')} {change:+.4f}" for name, change in changes.items()]
             if "passkey_accuracy" in changes:
@@ -171,6 +198,12 @@ class EvaluationResult:
             yield f"held-out text read more than once: {', '.join(repeated)} (evaluation.tokens)"
         if self.left_out:
             yield "not measured: " + "; ".join(self.left_out)
+
+    def _retrieval_lines(self) -> Iterator[str]:
+        for name, retrieval in self.retrieval.items():
+            if means := retrieval.by_length():
+                accuracy = ", ".join(f"{mean:.0%} at {length:,}" for length, mean in means.items())
+                yield f"{name.replace('_', ' ')} right: {accuracy}"
 
 
 def _change(now: float | None, before: float | None) -> float | None:

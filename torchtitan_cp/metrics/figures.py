@@ -19,19 +19,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 110
+DPI = 130
+WIDTH = 4.2  # inches, of most figures: TensorBoard shows them 3.6 inches wide, so that text stays legible
 NOT_ALLOWED = -1
 MAX_OCTAVES = 3  # loads of experts beyond 1/8 and 8 times the even share have the same color
 
 
-def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[float | None]]]) -> np.ndarray:
+def draw_loss_by_position(
+    curves: Mapping[str, tuple[Sequence[int], Sequence[float | None]]], *, title: str = ""
+) -> np.ndarray:
     """Loss against position on a logarithmic axis, one line per stage: does more context help?
 
     Args:
         curves: by stage, in order: (first position of each bin, mean loss of its tokens in nats). A bin without tokens
             has NaN or None. `metrics.loss_breakdown` defines the bins.
     """
-    figure, axes = _figure(7.0, 4.2, xlabel="position in the sequence, from", ylabel="loss, nats a token")
+    figure, axes = _figure(
+        WIDTH, 3.0, xlabel="position in the sequence, from", ylabel="loss, nats a token", title=title
+    )
     for index, (name, (starts, losses)) in enumerate(curves.items()):
         color = _colors("viridis", 0.9 * index / max(1, len(curves) - 1))
         # A logarithmic axis has no 0: every point is drawn one position further.
@@ -49,7 +54,7 @@ def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[flo
 def draw_retrieval_map(
     accuracy: np.ndarray, lengths: Sequence[int], depths: Sequence[float], *, trained_length: int = 0, title: str = ""
 ) -> np.ndarray:
-    """Accuracy of retrieval by depth (down) and length (across): 0 red, 1 green.
+    """Accuracy of retrieval by depth (down) and length (across); the darker, the more is right.
 
     Args:
         accuracy: `[depths, lengths]`, fractions; NaN where nothing was measured.
@@ -57,46 +62,55 @@ def draw_retrieval_map(
         depths: where the key was put, as a fraction of the prompt.
         trained_length: a vertical line separates longer lengths.
     """
-    width, height = 1.8 + 0.62 * len(lengths), 1.7 + 0.42 * len(depths)
-    figure, axes = _figure(width, height, xlabel="tokens of the prompt", ylabel="depth of the key", title=title)
-    axes.imshow(np.ma.masked_invalid(accuracy), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-    axes.set_facecolor("#dddddd")
-    axes.set_xticks(range(len(lengths)), [format_tokens(length) for length in lengths])
-    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    for (row, column), value in np.ndenumerate(accuracy):
-        if np.isfinite(value):
-            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=8)
+    rows, labels = [f"{depth:.0%}" for depth in depths], ("tokens of the prompt", "depth of the key")
+    figure, axes = _cells(accuracy, lengths, rows, labels, title)
     trained = sum(length <= trained_length for length in lengths)
     if 0 < trained < len(lengths):
-        axes.axvline(trained - 0.5, color="black", linewidth=2)
+        axes.axvline(trained - 0.5, color="crimson", linewidth=2.5)
     return _pixels(figure)
 
 
-def draw_reach(stages: Sequence[tuple[str, int]], lengths: Sequence[int], found: np.ndarray) -> np.ndarray:
+def draw_reach(
+    stages: Sequence[tuple[str, int]], lengths: Sequence[int], found: np.ndarray, *, title: str = ""
+) -> np.ndarray:
     """How far back each stage's model finds keys: a row for each stage, a column for each length of prompts.
 
-    The darker, the more are found, so that it can be read without colors; a line ends the stage's length.
+    The darker, the more are found; a line ends the stage's length.
 
     Args:
         stages: name and sequence length of each.
         lengths: tokens of the prompts, rising.
         found: `[stages, lengths]`, fractions; NaN where nothing was asked.
     """
-    width, height = 2.2 + 0.62 * len(lengths), 1.5 + 0.42 * len(stages)
-    title, xlabel = "planted keys that are found after each stage", "tokens of a prompt with the key in its upper half"
-    figure, axes = _figure(width, height, xlabel=xlabel, ylabel="stage", title=title)
-    axes.imshow(np.ma.masked_invalid(found), cmap="YlGnBu", vmin=0, vmax=1, aspect="auto")
-    axes.set_facecolor("#dddddd")
-    axes.set_xticks(range(len(lengths)), [format_tokens(length) for length in lengths])
-    axes.set_yticks(range(len(stages)), [name for name, _ in stages])
-    for (row, column), value in np.ndenumerate(found):
-        if np.isfinite(value):
-            color = "white" if value > 0.6 else "black"
-            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=8, color=color)
+    rows, labels = [name for name, _ in stages], ("tokens of a prompt with the key in its upper half", "stage")
+    figure, axes = _cells(found, lengths, rows, labels, title)
     for row, (_, seq_len) in enumerate(stages):
         edge = sum(length <= seq_len for length in lengths) - 0.5
         axes.plot([edge, edge], [row - 0.5, row + 0.5], color="crimson", linewidth=2.5)
     return _pixels(figure)
+
+
+def _cells(
+    values: np.ndarray, columns: Sequence[int], rows: Sequence[str], labels: tuple[str, str], title: str
+) -> "tuple[Figure, Axes]":
+    """A map of fractions with the percentage in each cell, which is the darker the higher: it needs no colors.
+
+    Args:
+        values: `[rows, columns]`; NaN leaves a cell gray.
+        columns: tokens.
+        labels: of columns and rows.
+    """
+    width, height = max(WIDTH, 1.0 + 0.42 * len(columns)), 1.1 + 0.3 * len(rows)
+    figure, axes = _figure(width, height, xlabel=labels[0], ylabel=labels[1], title=title)
+    axes.imshow(np.ma.masked_invalid(values), cmap="YlGnBu", vmin=0, vmax=1, aspect="auto")
+    axes.set_facecolor("#dddddd")
+    axes.set_xticks(range(len(columns)), [format_tokens(tokens) for tokens in columns])
+    axes.set_yticks(range(len(rows)), rows)
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            color = "white" if value > 0.6 else "black"
+            axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=color)
+    return figure, axes
 
 
 def draw_document_lengths(tokens: np.ndarray, source: str) -> np.ndarray:
@@ -109,7 +123,7 @@ def draw_document_lengths(tokens: np.ndarray, source: str) -> np.ndarray:
     octaves = np.floor(np.log2(lengths)).astype(int) if len(lengths) else np.zeros(1, int)
     shares = np.bincount(octaves - octaves.min(), weights=lengths if len(lengths) else [0]) / max(1, lengths.sum())
     title = f"{source}: {len(lengths):,} documents"
-    figure, axes = _figure(7.0, 3.6, xlabel="tokens of the document, from", ylabel="share of tokens", title=title)
+    figure, axes = _figure(WIDTH, 2.6, xlabel="tokens of the document, from", ylabel="share of tokens", title=title)
     axes.bar(range(len(shares)), shares, color=_colors("viridis", 0.4))
     axes.set_xticks(range(len(shares)), [format_tokens(2 ** (octaves.min() + index)) for index in range(len(shares))])
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
@@ -124,31 +138,31 @@ def draw_attention_owners(plan: Plan, title: str = "") -> np.ndarray:
         plan: of any rank of the context-parallel group.
     """
     owners, ranks = attention_owners(plan), plan.ring_layout.ranks
-    figure, axes = _figure(5.4, 5.4, xlabel="key", ylabel="query")
-    colors = _colors("turbo", np.linspace(0.1, 0.9, ranks))
+    figure, axes = _figure(WIDTH, WIDTH, xlabel="key", ylabel="query")
+    colors = _colors("viridis", np.linspace(0.95, 0.1, ranks))  # the higher the rank, the darker
     image = np.ones((*owners.shape, 3))
     image[owners != NOT_ALLOWED] = colors[owners[owners != NOT_ALLOWED], :3]
     axes.imshow(image, extent=(0, plan.sequence_length, plan.sequence_length, 0), interpolation="nearest")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda position, _: format_tokens(round(position)))
-    axes.set_title(f"{title}\n{ranks} ranks, the busiest has {imbalance(plan):.2f} times the mean", fontsize=10)
+    axes.set_title(f"{title}\n{ranks} ranks, the busiest has {imbalance(plan):.2f} times the mean", fontsize="medium")
     for rank in range(min(ranks, 8)):
         axes.plot([], [], marker="s", linestyle="", color=colors[rank], label=f"rank {rank}")
-    axes.legend(loc="upper right", frameon=False, fontsize=8)
+    axes.legend(loc="upper right", frameon=False)
     return _pixels(figure)
 
 
-def draw_expert_loads(loads: np.ndarray) -> np.ndarray:
-    """Load of each expert (across) of each layer (down): blue below the even share, red above, black at none.
+def draw_expert_loads(loads: np.ndarray, *, title: str = "") -> np.ndarray:
+    """Load of each expert (across) of each layer (down): the lighter, the more tokens; black at none.
 
     Args:
-        loads: `[layers, X]`, tokens of each expert over the even share.
+        loads: `[layers, X]`, tokens of each expert over the even share; NaN leaves a cell white.
     """
     layers, experts = loads.shape
     width, height = 3.0 + min(6.0, 0.2 * experts), 1.6 + min(8.0, 0.2 * layers)
-    figure, axes = _figure(width, height, xlabel="expert", ylabel="layer")
+    figure, axes = _figure(width, height, xlabel="expert", ylabel="layer", title=title)
     octaves = np.log2(np.clip(loads, 2.0**-MAX_OCTAVES, None))  # NaN stays
-    colors = importlib.import_module("matplotlib").colormaps["RdBu_r"].with_extremes(under="black", bad="#dddddd")
+    colors = importlib.import_module("matplotlib").colormaps["viridis"].with_extremes(under="black", bad="white")
     values = np.where(loads == 0, -MAX_OCTAVES - 1, octaves)
     image = axes.imshow(values, colors, aspect="auto", vmin=-MAX_OCTAVES, vmax=MAX_OCTAVES, interpolation="nearest")
     bar = figure.colorbar(image, label="tokens over the even share")
@@ -188,7 +202,9 @@ def _figure(width: float, height: float, **labels: str) -> "tuple[Figure, Axes]"
     """A figure of this many inches, and its axes with their labels and title."""
     importlib.import_module("matplotlib").rcParams["text.parse_math"] = False  # a stage's name may have dollar signs
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    return figure, figure.add_subplot(**labels)
+    axes = figure.add_subplot(**labels)
+    axes.title.set_fontsize("medium")
+    return figure, axes
 
 
 def to_png(pixels: np.ndarray) -> bytes:

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,60 +12,54 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
+from torchtitan_cp.metrics.tensorboard_layout import is_charted, layout_event, split_line
+
 TENSORBOARD_FOLDER = "tensorboard"
-# The tab CUSTOM SCALARS: group -> title of a chart -> pattern of its tags.
-LAYOUT = {
-    "Loss": {"train": "train/loss$", "by position": "loss_by_position/", "gradient norm": "train/grad_norm$"},
-    "Validation": {
-        "loss on held-out text": "validation/(unigram_|stage_)?loss$",
-        "by turn of a conversation": "validation/loss_by_turn/",
-        "context gain": "validation/context_gain$",
-        "retrieval accuracy": "validation/.*_accuracy$",
-        "rise of the loss at the first stage's length": "validation/short_loss_rise$",
-    },
-    "Throughput": {
-        "tokens per second": "speed/tokens_per_second$",
-        "MFU": "speed/mfu",
-        "seconds of a step": "(seconds/|speed/(step|data_wait)_seconds$)",
-    },
-    "Memory": {"peak of any rank": "memory/peak_bytes$", "rank 0, by kind": "memory/(?!peak)"},
-    "Curriculum": {
-        "stage": "curriculum/stage$",
-        "sequence length": "curriculum/seq_len$",
-        "context-parallel degree": "curriculum/cp$",
-        "learning rate": "train/lr$",
-        "gate": "gate/",
-    },
-}
+TAGS_FILE = "charted_tags.txt"  # of all starts of the run: a later start knows by it which charts have values
 
 
 class TensorBoardSink:
     """Writes tensorboard/ in the run's folder.
 
     Events are written in the caller's thread. The thread of torch's SummaryWriter prints a traceback on a full disk.
+    A chart of the layout appears when its first value does.
 
     Args:
         after_step: points of later steps are hidden, because a resumed run repeats those steps.
 
     Raises:
-        OSError: the file cannot be written; the methods too.
+        OSError: a file cannot be written; the methods too.
     """
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, after_step: int) -> None:
-        self.file = EventFile(folder / TENSORBOARD_FOLDER)
-        self._add(Event(file_version="brain.Event:2"), 0)
-        self._add(Event(session_log=SessionLog(status=SessionLog.START)), after_step + 1)
-        layout = {}
-        for group, charts in LAYOUT.items():
-            layout[group] = {title: ["Multiline", [pattern]] for title, pattern in charts.items()}
-        self._add(Event(summary=summary.custom_scalars(layout)), 0)
+        self.folder, self.after_step = folder / TENSORBOARD_FOLDER, after_step
+        self.files: dict[str, EventFile] = {}  # by run
+        self.tags_seen: set[str] = set()
+        self.charted_tags: dict[str, None] = {}  # in the order of their first values
+        self._file("")
+        tags_path = self.folder / TAGS_FILE
+        if after_step == 0:
+            tags_path.unlink(missing_ok=True)  # whatever an earlier start wrote is hidden
+        elif tags_path.exists():
+            self._add_charts(tags_path.read_text(encoding="utf-8").splitlines())
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        # One event for all: an event for each number takes ten times as long.
-        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._add(Event(summary=Summary(value=points)), step)
+        # One event for all of a run: an event for each number takes ten times as long.
+        points: dict[str, list[Summary.Value]] = {}
+        for name, value in values.items():
+            tag, run = split_line(name)
+            points.setdefault(run, []).append(Summary.Value(tag=tag, simple_value=value))
+        for run, of_run in points.items():
+            self._add(Event(summary=Summary(value=of_run)), step, run)
+        if new := dict.fromkeys(values).keys() - self.tags_seen:
+            self.tags_seen |= new
+            tags = dict.fromkeys(split_line(name)[0] for name in values if name in new)
+            if charted := [tag for tag in tags if is_charted(tag) and tag not in self.charted_tags]:
+                with (self.folder / TAGS_FILE).open("a", encoding="utf-8") as file:
+                    file.writelines(f"{tag}\n" for tag in charted)
+                self._add_charts(charted)
 
     def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
         self._add(Event(summary=summary.image(tag, pixels, dataformats="HWC")), step)
@@ -74,11 +68,24 @@ class TensorBoardSink:
         self._add(Event(summary=summary.text(tag, text)), step)
 
     def close(self) -> None:
-        self.file.close()
+        for file in self.files.values():
+            file.close()
 
-    def _add(self, event: Event, step: int) -> None:
+    def _add_charts(self, tags: Iterable[str]) -> None:
+        self.charted_tags |= dict.fromkeys(tags)
+        self._add(layout_event(self.charted_tags), 0)
+
+    def _add(self, event: Event, step: int, run: str = "") -> None:
         event.step, event.wall_time = step, time.time()
-        self.file.records.write(event.SerializeToString())
+        self._file(run).records.write(event.SerializeToString())
+
+    def _file(self, run: str) -> "EventFile":
+        """The file of a run, empty for all that is not a line of its own; begun at its first event."""
+        if run not in self.files:
+            self.files[run] = EventFile(self.folder / run)
+            self._add(Event(file_version="brain.Event:2"), 0, run)
+            self._add(Event(session_log=SessionLog(status=SessionLog.START)), self.after_step + 1, run)
+        return self.files[run]
 
 
 class EventFile:

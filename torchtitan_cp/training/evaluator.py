@@ -32,6 +32,7 @@ from torchtitan_cp.training.model import ParallelModel
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 8192  # any needles and question fit into so many
+WITHIN_STAGE_PART = 0.5  # of evaluation.max_share, so that the ends of stages find time left
 FORWARD_TOKENS = 16384  # of one forward on a rank: no activations are kept for a backward
 TURNS = 5  # turns of a conversation that are told apart; the fifth includes all later ones
 
@@ -89,7 +90,8 @@ class Evaluator:
     Attributes:
         show_progress: takes what is measured, and how many of how many sequences are done.
         budget: limits the time of evaluations; the trainer adds the time of training to it.
-        left_out: what the current evaluation had no time or no room for.
+        left_out: what the current evaluation had no time or no room for; late_tokens: those of what had no time.
+        budget_part: the part of evaluation.max_share that the current evaluation may use.
     """
 
     model: ParallelModel
@@ -103,6 +105,7 @@ class Evaluator:
         config, encode = self.data_pipeline.config, self.data_pipeline.corpus.tokenizer.encode_chat_batch
         self.settings = config.evaluation
         self.budget, self.left_out = Budget(self.settings.max_share), list[str]()
+        self.budget_part, self.late_tokens = 1.0, 0
         self.show_progress: Callable[[str, int, int], None] = lambda measure, done, count: None
         conversations = any(source.conversations for source in config.data.by_name().values())
         self.chat_template = chat_template_of(config) if conversations else None
@@ -122,11 +125,13 @@ class Evaluator:
         Returns:
             None if nothing is held out, there is no time, or a stop was requested.
         """
-        self.left_out = []
+        self.left_out, self.late_tokens = [], 0
+        self.budget_part = 1.0 if at_end or stage.until else WITHIN_STAGE_PART
         common, own = self._common_weights(), self._weights(stage)
         passes = 1 if own in ({}, common) else 2
-        if not (at_end or stage.until or self._affords(passes * max(self.settings.tokens, stage.seq_len))):
-            logger.info("evaluation skipped: it would exceed evaluation.max_share = %g", self.budget.max_share)
+        losses_tokens = passes * max(self.settings.tokens, stage.seq_len)
+        if not (at_end or stage.until or self._affords(losses_tokens)):
+            logger.info("evaluation skipped: no time within half of %s", self._wanted_share(losses_tokens))
             return None
         layout = resized(batch_layout, stage.seq_len)
         try:
@@ -137,8 +142,8 @@ class Evaluator:
             own_loss = "loss on the stage's own mixture"
             of_stage = (self.held_out_losses(layout, stage, measure=own_loss) if passes == 2 else None) or held_out
             rise = self._short_loss_rise(stage, layout, progress, at_end)
-            retrieval = self.measure_retrieval(stage, layout)
-            gain, by_position = self._context_gain(of_stage, layout, stage, own or common), of_stage
+            gain = self._context_gain(of_stage, layout, stage, own or common)
+            retrieval, by_position = self.measure_retrieval(stage, layout), of_stage
             length = self.settings.position_seq_len or stage.seq_len
             to_length = f"loss by position to {length:,}"
             if length != stage.seq_len and self._is_due(to_length, tokens=length):
@@ -212,14 +217,25 @@ class Evaluator:
 
     def _affords(self, tokens: int) -> bool:
         """Whether there is time for this many tokens, by rank 0's clock. Collective."""
-        return any_rank(dist.get_rank() == 0 and self.budget.affords(tokens), device=self.model.device)[0]
+        affords = dist.get_rank() == 0 and self.budget.affords(tokens, self.budget_part)
+        return any_rank(affords, device=self.model.device)[0]
 
-    def _is_due(self, measure: str, for_gate: bool = False, *, tokens: int) -> bool:
-        """Whether the gate needs a measurement or there is time for its tokens; if not, note that. Collective."""
+    def _is_due(self, measure: str, for_gate: bool = False, *, tokens: int, later_tokens: int = 0) -> bool:
+        """Whether the gate needs a measurement or there is time for its tokens; if not, note that. Collective.
+
+        Args:
+            later_tokens: of the measurement, beyond these.
+        """
         due = for_gate or self._affords(tokens)
         if not due:
-            self.left_out.append(f"{measure} (evaluation.max_share)")
+            self.late_tokens += tokens + later_tokens
+            self.left_out.append(f"{measure} ({self._wanted_share(self.late_tokens)})")
         return due
+
+    def _wanted_share(self, tokens: int) -> str:
+        """The limit of time, and the one that this many more tokens would have needed."""
+        share = min(1.0, self.budget.share_with(tokens) / self.budget_part)
+        return f"evaluation.max_share = {self.budget.max_share:g}, where {share:.2g} would have included it"
 
     # Losses --------------------------------------------------------------------------------------------------
 
@@ -408,7 +424,8 @@ class Evaluator:
         tried, measure = 0, f"{variant} at {length:,} tokens"
         with evaluating(self.model.parts):
             for batch in self._batches(read, count, batch_layout, measure):
-                if not self._is_due(measure, for_gate, tokens=batch_layout.tokens):
+                left = max(0, (count - tried) * length - batch_layout.tokens)
+                if not self._is_due(measure, for_gate, tokens=batch_layout.tokens, later_tokens=left):
                     break
                 tried = min(count, tried + batch_layout.sequences)
                 with self.budget.spending(batch_layout.tokens):

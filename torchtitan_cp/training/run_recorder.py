@@ -124,7 +124,7 @@ class RunRecorder:
                 f"attention by {strategy} on layout {layout} (the busiest rank computes {imbalance(batch.plan):.2f} "
                 f"times the mean, a rank sends {sent:.2f} times its keys)"
             )
-            title = f"{stage.name}: {strategy}, {layout}"
+            title = f"stage {stage.name}, step {progress.step:,}: {strategy}, {layout}"
             self.log.image(
                 "curriculum/attention_tiles", progress.step, figures.draw_attention_owners, batch.plan, title
             )
@@ -255,30 +255,42 @@ class RunRecorder:
         self.peak_checked = self.peak_checked or self.peak.warn_if_exceeded(mfu)
         return mfu
 
-    def record_evaluation(self, stage: ResolvedStage, step: int, result: EvaluationResult) -> None:
-        """Record the result of an evaluation, and what changed since that at step 0."""
+    def record_evaluation(
+        self, stage: ResolvedStage, step: int, result: EvaluationResult, *, at_end: bool = True
+    ) -> None:
+        """Record the result of an evaluation, and what changed since that at step 0.
+
+        Args:
+            at_end: of the stage; within one, fewer lines are printed.
+        """
         self.evaluation, self.evaluated_at, log = result, step, self.log
         start = self.history.baseline if step else None
-        log.say("\n".join(result.lines(step, stage.seq_len, start)))
+        log.say("\n".join(result.lines(step, stage.seq_len, start, brief=not at_end)))
         record: dict[str, Json] = {"step": step, "stage": stage.name, "seq_len": stage.seq_len, **result.to_json()}
         record["since_start"] = dict(result.since(start, stage.seq_len)) if start else None
-        scalars = {f"validation/{name}": value for name, value in result.scalars(stage.seq_len).items()}
-        log.evaluation(record, scalars, step)
+        stage_lengths = [each.seq_len for each in self.config.curriculum.stages]
+        numbers = result.scalars(stage.seq_len, stage_lengths)
+        log.evaluation(record, {f"validation/{name}": value for name, value in numbers.items()}, step)
         history, name = self.history, self.history.add(cast(EvaluationLine, record))
-        self._draw_routing(step)
-        log.image("validation/loss_by_position", step, figures.draw_loss_by_position, history.curves)
+        at = f"stage {stage.name}, step {step:,}"
+        self._draw_routing(step, at)
+        title = f"loss on held-out text, {at}"
+        log.image("validation/loss_by_position", step, figures.draw_loss_by_position, history.curves, title=title)
         for variant, retrieval in result.retrieval.items():
             if retrieval.by_length():
                 tag, draw = f"validation/{variant}/{name}", figures.draw_retrieval_map
-                log.image(tag, step, draw, *retrieval, trained_length=stage.seq_len, title=variant)
+                title = f"% of {variant.replace('_', ' ')} right, {at}"
+                log.image(tag, step, draw, *retrieval, trained_length=stage.seq_len, title=title)
         if history.reach:
-            log.image("validation/keys_found", step, figures.draw_reach, *history.reach_map())
+            title = f"% of planted keys found, {at}"
+            log.image("validation/keys_found", step, figures.draw_reach, *history.reach_map(), title=title)
 
-    def _draw_routing(self, step: int) -> None:
+    def _draw_routing(self, step: int, at: str) -> None:
         """Draw the experts' load in the last step, unless it is drawn already."""
         if self.routing:
             counts = self.routing.counts
-            self.log.image("experts/load", step, lambda: figures.draw_expert_loads(expert_loads(counts)))
+            title = f"load of experts, {at}"
+            self.log.image("experts/load", step, lambda: figures.draw_expert_loads(expert_loads(counts), title=title))
         self.routing = None
 
     def record_gate(self, stage: ResolvedStage, progress: Progress, verdict: Verdict) -> None:
@@ -295,12 +307,14 @@ class RunRecorder:
 
     def end_stage(self, stage: ResolvedStage, progress: Progress) -> None:
         """Print the table of the stages so far, and draw their losses by position."""
-        self._draw_routing(progress.step)
+        at = f"stage {stage.name}, step {progress.step:,}"
+        self._draw_routing(progress.step, at)
         first, last, steps = progress.stage_losses[str(stage.index)]
         curve = {int(start): loss for start, loss in self.stage_losses.means()["loss_by_position"].items()}
         if curve:
             self.training_curves[stage.name] = (list(curve), list(curve.values()))
-            self.log.image("train/loss_by_position", progress.step, figures.draw_loss_by_position, self.training_curves)
+            curves, draw, title = self.training_curves, figures.draw_loss_by_position, f"training loss, {at}"
+            self.log.image("train/loss_by_position", progress.step, draw, curves, title=title)
         result = self.evaluation if self.evaluated_at == progress.step else None
         if result:
             bins = zip(result.position_starts, result.position_losses, strict=True)
@@ -349,7 +363,9 @@ class RunRecorder:
         if self.world.rank:
             return False
         try:
-            replace_file(self.folder / REACH_FILE, figures.to_png(figures.draw_reach(*self.history.reach_map())))
+            title = "% of planted keys found after each stage"
+            pixels = figures.draw_reach(*self.history.reach_map(), title=title)
+            replace_file(self.folder / REACH_FILE, figures.to_png(pixels))
         except OSError as error:
             logger.error("%s cannot be written: %s", self.folder / REACH_FILE, error.strerror)
             return False

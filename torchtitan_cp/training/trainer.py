@@ -18,6 +18,7 @@ from torchtitan_cp.config.run_folder import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, batch_signature
 from torchtitan_cp.data.corpus.random_tokens import random_corpus
+from torchtitan_cp.evaluation.held_out import is_due
 from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
 from torchtitan_cp.health.monitor import StepReport
@@ -254,8 +255,9 @@ class Trainer:
             if not healthy:
                 self._save_if_due(False)
                 return
-            interval = self.config.evaluation.interval
-            if interval and self.progress.step % interval == 0 and not (self._is_trained() or self.stopping):
+            progress, interval = self.progress, self.config.evaluation.interval
+            due = is_due(interval, progress.step, progress.stage_step, stage.steps)
+            if due and not (self._is_trained() or self.stopping):
                 self._evaluate(stage, batch_layout)
             if self._is_trained():
                 break
@@ -407,13 +409,13 @@ class Trainer:
         self.evaluator.budget.planned_tokens = sum(each.steps * each.global_batch_tokens for each in self.stages)
         without_gate = dataclasses.replace(stage, until={})  # which would take what time it needs
         if result := self._measure(without_gate, batch_layout):
-            self.recorder.record_evaluation(stage, 0, result)
+            self._record_evaluation(stage, result)
 
     def _evaluate(self, stage: ResolvedStage, batch_layout: BatchLayout) -> None:
         """Evaluate on held-out text, and end the stage if its gate opens. Collective."""
         result = self._measure(stage, batch_layout)
         if result:
-            self.recorder.record_evaluation(stage, self.progress.step, result)
+            self._record_evaluation(stage, result)
             if stage.index == 0:
                 self._set_progress(short_loss=result.loss, short_tokens=self.config.evaluation.tokens)
             if stage.until:
@@ -422,6 +424,13 @@ class Trainer:
                 self.recorder.record_gate(stage, self.progress, verdict)
         if self._is_trained() and (result or not self.stopping):
             self._set_progress(evaluated_step=self.progress.step)
+
+    def _record_evaluation(self, stage: ResolvedStage, result: EvaluationResult) -> None:
+        """Record an evaluation. Drawing its figures is part of its time."""
+        begun, step = time.perf_counter(), self.progress.step
+        at_end = step == 0 or self._is_trained() or bool(stage.until)  # a gate may end the stage with any evaluation
+        self.recorder.record_evaluation(stage, step, result, at_end=at_end)
+        self.evaluator.budget.evaluation_seconds += time.perf_counter() - begun
 
     def _measure(self, stage: ResolvedStage, batch_layout: BatchLayout) -> EvaluationResult | None:
         """Evaluate on held-out text; None if nothing could be measured. Collective."""

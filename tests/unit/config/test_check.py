@@ -86,11 +86,6 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
             "needs max_tokens, which ends the stage in any case",
         ),
         (
-            dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0, "max_tokens": 9.0}),
-            1,
-            "decided after evaluations, and evaluation.interval is 0",
-        ),
-        (
             dataclasses.replace(STAGE, data=StageData(mixture={"books": 1.0})),
             1,
             "data.mixture names 'books', and the sources are corpus",
@@ -125,6 +120,14 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
 )
 def test_a_stage_that_cannot_run_is_refused_with_what_could(stage: Stage, ranks: int, wanted: str) -> None:
     assert wanted in refuse(config_with(stage), ranks)
+
+
+def test_a_gate_is_refused_where_nothing_is_evaluated_within_a_stage() -> None:
+    gated = dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0, "max_tokens": 81920.0})
+    said = refuse(config_with(gated, evaluation=Evaluation(interval=0)), 1)
+    assert "decided after evaluations, and evaluation.interval is 0" in said
+    assert "set evaluation.interval to a number of steps, or leave it out" in said
+    check_config(config_with(gated), 1)
 
 
 @pytest.mark.parametrize(

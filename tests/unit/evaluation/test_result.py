@@ -60,3 +60,24 @@ def test_what_changed_since_step_0_is_said_of_what_was_measured_both_times() -> 
     assert list(alone.lines(7, 64, before._replace(passkey=None)))[-1] == "since step 0: loss -3.0000"
     nothing = Baseline(None, {}, None)
     assert not [line for line in result.lines(7, 64, nothing) if "since" in line]
+
+
+def test_accuracy_is_plotted_by_length_and_of_many_lengths_those_of_stages_and_the_longest() -> None:
+    def plotted(*lengths: int) -> set[str]:
+        found = Retrieval(np.ones((2, len(lengths))), lengths, (0.0, 1.0))
+        result = EvaluationResult(2.0, 3.0, {}, [0], [2.0], retrieval={"passkey": found})
+        return {name for name in result.scalars(256, [256, 1000]) if "by_length" in name}
+
+    assert plotted(128, 256) == {"passkey_by_length/128", "passkey_by_length/256"}
+    many = [32, 64, 128, 256, 512, 1024, 2048, 4096]
+    assert plotted(*many) == {f"passkey_by_length/{length}" for length in ("256", "512", "4K")}
+
+
+def test_the_near_end_is_a_sixteenth_into_the_sequence_and_the_far_end_its_last_bin() -> None:
+    starts = [0, 16, 32, 64, 128, 256, 512]
+    result = EvaluationResult(2.0, 3.0, {}, starts, [float(start) for start in starts])
+    assert result.end_losses(1024) == {"near": 64.0, "far": 512.0}
+    assert result.end_losses(512) == {"near": 32.0, "far": 256.0}, "losses beyond the stage's length do not count"
+    assert EvaluationResult(2.0, 3.0, {}, [0], [2.0]).end_losses(16) == {}
+    plotted = EvaluationResult(2.0, 3.0, {}, [0, 16], [2.0, math.nan]).scalars(32)
+    assert [name for name in plotted if "end" in name] == ["loss_at_end/near"]

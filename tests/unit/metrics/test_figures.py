@@ -2,6 +2,7 @@
 
 import importlib
 import io
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.support.oracle import allowed
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.metrics.figures import (
+    DPI,
     attention_owners,
     draw_attention_owners,
     draw_document_lengths,
@@ -65,13 +67,43 @@ def test_only_an_expert_without_tokens_is_black() -> None:
     assert black[1] > black[0] + 500  # of text and axes
 
 
-def test_the_map_of_keys_can_be_read_without_colors() -> None:
-    """The more keys are found, the darker is a cell."""
-    lightness = [
-        draw_reach([("64", 64)], [32, 64], np.full((1, 2), value)).mean(2)[70:100].mean()
-        for value in (0.0, 0.3, 0.6, 1.0)
-    ]
+def filling(draw: Callable[[float], np.ndarray], value: float) -> float:
+    """Lightness of the middle of a figure, which cells of one value fill."""
+    pixels = draw(value).mean(2)
+    height, width = pixels.shape
+    return float(np.median(pixels[height // 3 : height // 2, width // 3 : width // 2]))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(lambda value: draw_reach([("64", 64)] * 4, [32, 64], np.full((4, 2), value)), id="keys by stage"),
+        pytest.param(lambda value: draw_retrieval_map(np.full((4, 2), value), [1, 2], [0.0] * 4), id="keys by depth"),
+        pytest.param(lambda value: draw_expert_loads(np.full((4, 2), 4 * 0.06**value)), id="lighter loads"),
+    ],
+)
+def test_maps_can_be_read_without_colors(draw: Callable[[float], np.ndarray]) -> None:
+    lightness = [filling(draw, value) for value in (0.0, 0.3, 0.6, 1.0)]
     assert np.all(np.diff(lightness) < -10)
+
+
+def test_ranks_differ_in_lightness() -> None:
+    plan = make_plan(64, ranks=4, layout="contiguous")
+    pixels = draw_attention_owners(plan).mean(2)
+    rows = np.linspace(0, len(pixels) - 1, 200, dtype=int)
+    found = [
+        value for value, count in zip(*np.unique(pixels[rows].round(), return_counts=True), strict=True) if count > 500
+    ]
+    assert len(found) >= 5, "four ranks and the ground"
+    assert np.all(np.diff(sorted(found)) > 15)
+
+
+def test_figures_are_about_as_wide_as_tensorboard_shows_them() -> None:
+    """Its cards are 350 pixels wide: text of 10 points has 10 of these at least."""
+    curves = {"4K": ([0, 16], [3.0, 2.5])}
+    ten_lengths = draw_retrieval_map(np.ones((5, 9)), [2**n for n in range(9)], [0.0] * 5, title="a title")
+    for image in (draw_loss_by_position(curves, title="a title"), ten_lengths):
+        assert image.shape[1] / DPI * 72 <= 350
 
 
 def test_an_image_as_png_is_the_same_pixels() -> None:

@@ -29,7 +29,7 @@ def test_each_step_is_a_line_at_full_precision_and_a_point_for_every_tag(tmp_pat
     board.Reload()
     assert set(board.Tags()["scalars"]) == TAGS
     assert [point.step for point in board.Scalars("train/loss")] == [2, 4]
-    [file] = (tmp_path / "tensorboard").iterdir()
+    [file] = (tmp_path / "tensorboard").glob("events.*")
     assert [event.step for event in EventFileLoader(str(file)).Load()].count(2) == 1  # of all its numbers, not of each
     texts = [board.Tensors(f"{tag}/text_summary")[0] for tag in ("stage", "health")]
     assert [(text.step, *text.tensor_proto.string_val) for text in texts] == [(1, b"4K begins"), (4, b"the loss is 9")]

@@ -1,46 +1,66 @@
 """TensorBoard: its layout, and a disk that is full."""
 
 import json
-import math
-import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from tests.support.step_records import TAGS, no_file_beyond, record
+from tests.support.step_records import no_file_beyond, record
 from torchtitan_cp.config.run import Metrics
-from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
 from torchtitan_cp.metrics.logger import MetricsLogger
-from torchtitan_cp.metrics.tensorboard_sink import LAYOUT, TensorBoardSink
-
-FOUND = EvaluationResult(
-    2.0,
-    3.0,
-    {"books": 2.0},
-    [0, 16],
-    [3.0, 2.0],
-    context_gain=0.1,
-    turn_losses=[2.0, math.nan, 1.5],
-    short_loss_rise=0.0,
-    retrieval={"passkey": Retrieval(np.ones((1, 1)), (64,), (0.0,))},
-)
+from torchtitan_cp.metrics.tensorboard_sink import TensorBoardSink
 
 
-def test_tensorboard_has_a_layout_that_begins_with_what_matters(tmp_path: Path) -> None:
-    for after_step in (0, 2):  # of a resumed run too
-        TensorBoardSink(tmp_path, after_step).close()
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
+def board_of(folder: Path, run: str = "") -> EventAccumulator:
+    board = EventAccumulator(str(folder / "tensorboard" / run))
     board.Reload()
+    return board
+
+
+def titles(folder: Path) -> list[str]:
+    """Of the charts that the newest layout has."""
+    board = board_of(folder)
+    if "custom_scalars__config__" not in board.Tags()["tensors"]:
+        return []
     event = board.Tensors("custom_scalars__config__")[-1]
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    assert [group.title for group in layout.category] == ["Loss", "Validation", "Throughput", "Memory", "Curriculum"]
-    patterns = [pattern for group in layout.category for chart in group.chart for pattern in chart.multiline.tag]
-    known = TAGS | {f"validation/{name}" for name in FOUND.scalars(64)} | {"gate/of_max_tokens"}
-    assert [pattern for pattern in patterns if not any(re.match(pattern, tag) for tag in known)] == []
-    assert len(patterns) == sum(map(len, LAYOUT.values()))
+    return [chart.title for group in layout.category for chart in group.chart]
+
+
+def test_a_chart_appears_with_its_first_value_and_a_later_start_still_has_it(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, 0)
+    assert titles(tmp_path) == []
+    sink.scalars({"train/loss": 2.0, "grad_norm_by_block/0": 1.0}, 1)
+    assert titles(tmp_path) == ["training loss"], "no chart shows the other"
+    sink.scalars({"validation/loss_by_source/books": 3.0, "validation/loss": 3.0}, 2)
+    both = ["held-out loss, by source", "training loss", "loss, all sources"]
+    assert titles(tmp_path) == both
+    sink.close()
+    later = TensorBoardSink(tmp_path, after_step=1)
+    assert titles(tmp_path) == both
+    later.scalars({"train/grad_norm": 2.0}, 2)
+    assert titles(tmp_path) == [*both[:2], "gradient norm", both[2]]
+    later.close()
+    from_the_beginning = TensorBoardSink(tmp_path, after_step=0)
+    from_the_beginning.scalars({"train/loss": 2.0}, 1)
+    from_the_beginning.close()
+    assert titles(tmp_path) == ["training loss"], "what there was is hidden"
+
+
+def test_lines_of_one_chart_are_runs_of_their_own_that_a_resumed_run_goes_on_with(tmp_path: Path) -> None:
+    for after_step, value in ((0, 0.25), (2, 0.75)):
+        sink = TensorBoardSink(tmp_path, after_step)
+        for step in (after_step + 1, after_step + 2, after_step + 3):
+            sink.scalars({"validation/passkey_by_length/4K": value, "train/loss": 2.0}, step)
+        sink.close()
+    points = board_of(tmp_path, "prompts-4K").Scalars("validation/passkey_by_length")
+    assert [(point.step, point.value) for point in points] == [
+        *((step, 0.25) for step in (1, 2)),
+        *((step, 0.75) for step in (3, 4, 5)),
+    ]
+    assert board_of(tmp_path).Tags()["scalars"] == ["train/loss"]
 
 
 def test_where_the_disk_is_full_tensorboard_is_off_after_one_line_of_the_log(
@@ -49,7 +69,7 @@ def test_where_the_disk_is_full_tensorboard_is_off_after_one_line_of_the_log(
     logger = MetricsLogger(Metrics(interval=1), 4, 0, enabled=False)
     logger.open_files(tmp_path, after_step=0)
     logger.step(record(1), 4)
-    [file] = (tmp_path / "tensorboard").iterdir()
+    [file] = (tmp_path / "tensorboard").glob("events.*")
     with no_file_beyond(file.stat().st_size + 100):
         for step in (2, 3):
             logger.scalars({f"tag/{index}": 1.0 for index in range(100)}, step)

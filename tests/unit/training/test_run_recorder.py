@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from torchtitan_cp.config import Config
+from torchtitan_cp.config.sections import Curriculum, Stage
 from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
 from torchtitan_cp.runtime.device import Device
 from torchtitan_cp.training.evaluation_history import EvaluationHistory
@@ -18,12 +20,29 @@ from torchtitan_cp.training.run_recorder import RunRecorder
 def test_of_prompts_that_were_not_tried_there_is_no_map() -> None:
     recorder: Any = RunRecorder.__new__(RunRecorder)
     recorder.log, recorder.history, recorder.routing = Mock(), EvaluationHistory(), None
+    recorder.config = Config(curriculum=Curriculum(stages=(Stage(seq_len=1024),)))
     none, some = np.full((2, 1), np.nan), np.array([[np.nan], [0.5]])
     retrieval = {name: Retrieval(cells, (512,), (0.0, 1.0)) for name, cells in (("passkey", none), ("two", some))}
     stage: Any = SimpleNamespace(name="1K", seq_len=1024)
     recorder.record_evaluation(stage, 3, EvaluationResult(2.0, 6.0, {}, [0], [2.0], retrieval=retrieval))
     drawn = [call.args[0] for call in recorder.log.image.call_args_list]
     assert drawn == ["validation/loss_by_position", "validation/two/1K"]  # and no map of the keys by stage
+    titles = [call.kwargs["title"] for call in recorder.log.image.call_args_list]
+    assert titles == ["loss on held-out text, stage 1K, step 3", "% of two right, stage 1K, step 3"]
+
+
+def test_within_a_stage_an_evaluation_prints_what_matters_only() -> None:
+    recorder: Any = RunRecorder.__new__(RunRecorder)
+    recorder.log, recorder.history, recorder.routing = Mock(), EvaluationHistory(), None
+    recorder.config = Config(curriculum=Curriculum(stages=(Stage(seq_len=1024),)))
+    retrieval = {"passkey": Retrieval(np.array([[0.5]]), (512,), (0.0,))}
+    result = EvaluationResult(
+        2.0, 6.0, {"a": 1.0, "b": 3.0}, [0], [2.0], retrieval=retrieval, left_out=("context gain",)
+    )
+    stage: Any = SimpleNamespace(name="1K", seq_len=1024)
+    for at_end, lines in ((False, 2), (True, 5)):
+        recorder.record_evaluation(stage, 3, result, at_end=at_end)
+        assert len(recorder.log.say.call_args.args[0].splitlines()) == lines
 
 
 def test_a_gpu_that_was_full_is_told_of_once_for_each_time(
