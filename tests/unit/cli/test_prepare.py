@@ -3,12 +3,16 @@
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.support.hub_models import write_start
 from tests.support.runs import write_run
 from torchtitan_cp.__main__ import main
+from torchtitan_cp.checkpoint.hub import WEIGHT_FILES
 from torchtitan_cp.config import load_config
 from torchtitan_cp.data.corpus import cache
 from torchtitan_cp.data.corpus.cache import UnpreparedText, prepare
@@ -51,6 +55,22 @@ def test_with_a_tokenizer_to_train_everything_is_to_tokenize(
     assert len(list((tmp_path / "cache").glob("tokenizer-*.model"))) == 1
     assert main(["check", path, *kinds]) == 0
     assert "to tokenize before" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_on_the_hub_is_downloaded_with_its_weights_before_the_tokens_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = str(write_start(tmp_path, "llama")), list[str]()
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        assert not (tmp_path / "cache").exists()
+        return str(tmp_path / "hub")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=download))
+    assert main(["prepare", path, "--workers=1", "--model.hub_checkpoint=someone/llama"]) == 0
+    assert WEIGHT_FILES in asked
+    assert list((tmp_path / "cache").glob("*/manifest.json"))
 
 
 @pytest.mark.parametrize(
