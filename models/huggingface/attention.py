@@ -1,5 +1,7 @@
 """The attention function that transformers calls in place of its own: every keyword is honoured or refused."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,6 +60,19 @@ def attention(
     options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
     out = module.attend(q, k, v, plans, sliding_window or 0, scale=scaling, softcap=softcap or 0.0, **options)  # type: ignore[operator]
     return out.contiguous(), None
+
+
+@contextmanager
+def registered(interface: Any, name: str, function: Any) -> Iterator[None]:
+    """A context in which an interface of transformers has this function by this name."""
+    functions = interface._global_mapping
+    before = {name: functions[name]} if name in functions else {}
+    functions[name] = function
+    try:
+        yield
+    finally:
+        del functions[name]
+        functions.update(before)
 
 
 AttentionInterface.register(NAME, attention)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from models.architecture import Attend, Head, LanguageModel
 from models.huggingface.args import HuggingFaceArgs, parse_config
 from models.huggingface.attention import NAME as ATTENTION
+from models.huggingface.attention import registered
 from models.huggingface.init import Initializer
 from models.huggingface.linear import LinearFunctions, native_functions, redirect
 from models.moe.model import balance_loss
@@ -139,7 +139,7 @@ class HuggingFaceModel(LanguageModel):
         chosen = (x.topk(count, -1).indices.flatten(1) for x in probabilities)
         return balance_loss(probabilities, chosen, self.sum_ranks, plans) * count / len(logits)
 
-    def _run_head(self, output: nn.Module) -> Callable[[Tensor], Tensor]:
+    def _run_head(self, output: Any) -> Callable[[Tensor], Tensor]:
         """A forward for the output layer: if the model was called with a head, it runs the head on the hidden states.
 
         A head that calls the output layer gets logits with the model's scale and soft cap.
@@ -154,8 +154,11 @@ class HuggingFaceModel(LanguageModel):
         def run(hidden: Tensor) -> Tensor:
             if shared.head is None:
                 return project(hidden)
-            with patch.object(output, "forward", finish):
+            output.forward = finish
+            try:
                 shared.result = shared.head(hidden, output)
+            finally:
+                output.forward = run
             return hidden[..., :1]  # in place of logits, which the model would scale for nobody
 
         return run
@@ -205,7 +208,7 @@ class HuggingFaceModel(LanguageModel):
         self.causal.set_attn_implementation("eager")
         redirect(self.causal, native_functions(documents))
         try:
-            with patch.dict(masks.AttentionMaskInterface._global_mapping, eager=mask):
+            with registered(masks.AttentionMaskInterface, "eager", mask):
                 yield
         finally:
             self.causal.set_attn_implementation(ATTENTION)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from models.huggingface.attention import NAME, attention
+from models.huggingface.attention import NAME, attention, registered
 from models.huggingface.linear import LinearFunctions, redirect
 
 TOKENS = 29
@@ -71,9 +70,9 @@ class ObservedRun(TorchFunctionMode):
         self.tokens = len(tokens)
         redirect(model, LinearFunctions(self, self))  # type: ignore[arg-type]
         with (
-            _registered(AttentionInterface, self._attention),
-            _registered(ExpertsInterface, self._run_experts),
-            _registered(AttentionMaskInterface, _window_mask) if self.masks else nullcontext(),
+            registered(AttentionInterface, NAME, self._attention),
+            registered(ExpertsInterface, NAME, self._run_experts),
+            registered(AttentionMaskInterface, NAME, _window_mask) if self.masks else nullcontext(),
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module),
             self,
@@ -209,11 +208,6 @@ class ObservedRun(TorchFunctionMode):
 def label(module: nn.Module, names: Mapping[nn.Module, str]) -> str:
     """The module's name and class, for messages."""
     return f"{names.get(module, '')} ({type(module).__name__})".lstrip()
-
-
-def _registered(interface: Any, function: Any) -> Any:
-    """A context in which an interface of transformers has a function of ours."""
-    return patch.dict(interface._global_mapping, {NAME: function})
 
 
 def _off_meta(value: Any) -> Any:

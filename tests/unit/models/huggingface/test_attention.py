@@ -4,8 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionMaskInterface
 
-from models.huggingface.attention import attention
+from models.huggingface.attention import attention, registered
+
+
+def test_a_function_of_an_interface_is_replaced_within_a_context_whatever_happens_there() -> None:
+    functions = AttentionMaskInterface._global_mapping
+    before = dict(functions)
+    for name in ("eager", "of ours"):
+        with pytest.raises(ZeroDivisionError), registered(AttentionMaskInterface, name, lambda: 1 / 0):
+            functions[name]()
+        assert functions == before
 
 
 @pytest.mark.parametrize(
