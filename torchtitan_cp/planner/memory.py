@@ -35,6 +35,7 @@ class BlockBytes:
     Attributes:
         stream: the layer's input, which tp cuts along the sequence.
         first_norm, second_norm: what a norm keeps, and its gathered output; the first norm's input is the stream.
+        more_norms: what norms beyond these two keep, half of them behind the attention and half behind the MLP.
         qkv: rotated q, k and v, 0 if an all-to-all keeps its own; unrotated_qkv: the same before the rotation.
         normed_qk: what norms of q and k keep, which is q and k before the rotation.
         out: output of the attention, and log-sum-exp.
@@ -46,6 +47,7 @@ class BlockBytes:
     stream: float
     first_norm: float
     second_norm: float
+    more_norms: float
     qkv: float
     unrotated_qkv: float
     normed_qk: float
@@ -88,6 +90,7 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
         stream=tokens * stream,
         first_norm=tokens * first,
         second_norm=tokens * second,
+        more_norms=tokens * by_norm * planned.counts.more_norms,
         qkv=qkv,
         unrotated_qkv=unrotated_qkv,
         normed_qk=normed_qk,
@@ -166,7 +169,7 @@ def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, 
         joined = width if planned.sent_to_experts else 0.0
         ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 3 or width) + joined
         return block.stream + width, attention + block.unrotated_qkv, ffn
-    inputs = block.stream + block.first_norm + _second_norm_kept(block, tiles)
+    inputs = block.stream + block.first_norm + _second_norm_kept(block, tiles) + block.more_norms
     return inputs, attention + block.qkv + block.normed_qk, 0.0 if tiles > 1 else block.ffn + block.copies
 
 
@@ -326,7 +329,7 @@ def _block_phases(
     # Each tile runs the second norm again, and the gradients of the tiles' inputs add up beside the output's gradient.
     at_work = gradient if tiles == 1 else 2 * gradient + (block.second_norm - block.stream) / tiles
     in_mlp = {
-        "block_inputs": recomputed * (first_norm + second) + at_work + ahead,
+        "block_inputs": recomputed * (first_norm + second + block.more_norms / 2) + at_work + ahead,
         "attention": recomputed * again,
         "mlp": ffn - (held_ffn if tiles == 1 else 0.0),
         "communication": traffic,

@@ -34,6 +34,8 @@ class Parameters:
         fused_norms: whether each norm is torch's RMSNorm, which a GPU runs as one kernel.
         qk_norm: whether queries and keys pass norms of torch's class or a subclass. Those of transformers' own classes
             are left out: dry runs are nearer to the formula without them.
+        more_norms: norms of the width E in a layer beyond the usual two, as in Gemma, which also has them after its
+            attention and its MLP; the mean if layers differ.
     """
 
     block: int
@@ -44,6 +46,7 @@ class Parameters:
     head: int
     fused_norms: bool
     qk_norm: bool
+    more_norms: float = 0.0
 
     def outer(self, is_first: bool, is_last: bool, tied: bool) -> int:
         """Parameters outside the layers, on a pipeline rank with the first layer (`is_first`) or last (`is_last`)."""
@@ -73,6 +76,7 @@ def _count(architecture: str, args: ModelArgs, tp: int) -> Parameters:
         head=output + args.dim,
         fused_norms=found.fused_norms,
         qk_norm=found.qk_norm,
+        more_norms=max(0.0, found.norms / layers - 2),
     )
 
 
@@ -94,7 +98,7 @@ class _ModelCounts(NamedTuple):
         matrices: parameters in the matrices of all layers; experts: those of experts among them.
         vectors: the other tensors of all layers.
         outside: tensors outside the layers; output: the output layer's.
-        fused_norms, qk_norm: see Parameters.
+        fused_norms, qk_norm: see Parameters; norms: of the width E in all layers.
     """
 
     matrices: int
@@ -104,6 +108,7 @@ class _ModelCounts(NamedTuple):
     output: _Tensors
     fused_norms: bool
     qk_norm: bool
+    norms: int
 
 
 @lru_cache(maxsize=8)
@@ -121,6 +126,7 @@ def _read_model(architecture: str, args: ModelArgs) -> _ModelCounts:
                 experts += parameter.numel() if parameter in in_experts else 0
             else:
                 vectors[_rows(parameter, name, roles)] += 1
+    norms = {name: module for name, module in modules.items() if "Norm" in type(module).__name__}
     outside = (item for item in model.named_parameters() if item[1] not in in_layers)
     return _ModelCounts(
         matrices=matrices,
@@ -128,8 +134,9 @@ def _read_model(architecture: str, args: ModelArgs) -> _ModelCounts:
         vectors=vectors,
         outside=_Tensors(_rows(parameter, name.rpartition(".")[0], roles) for name, parameter in outside),
         output=_Tensors([_rows(model.output.weight, "output", roles)]),
-        fused_norms=all(type(m).forward is nn.RMSNorm.forward for m in modules.values() if "Norm" in type(m).__name__),
-        qk_norm=any(isinstance(module, nn.RMSNorm) and name.endswith("q_norm") for name, module in modules.items()),
+        fused_norms=all(type(norm).forward is nn.RMSNorm.forward for norm in norms.values()),
+        qk_norm=any(isinstance(norm, nn.RMSNorm) and name.endswith("q_norm") for name, norm in norms.items()),
+        norms=sum(any(w.numel() == args.dim for w in norm.parameters(recurse=False)) for norm in norms.values()),
     )
 
 

@@ -101,7 +101,7 @@ def _memory_reason(picked: Sequence[Estimate]) -> str:
 
 def _offload_reason(found: Candidate) -> list[str]:
     """What offload costs, if anything is offloaded."""
-    costs = [f"{one.stage.name} {one.offload_seconds:.2g} s of {one.step_seconds:.3g}" for one in found.picked]
+    costs = [f"{one.stage.name} {one.offload_seconds:.3g} s of {one.step_seconds:.3g}" for one in found.picked]
     offloads = any(found.choice.savings[1:])
     return ["offload costs, in a step: " + ", ".join(costs)] if offloads else []
 

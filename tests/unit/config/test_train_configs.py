@@ -5,32 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chats import TURNS
 from tests.support.deep import deep_rows
+from tests.support.recipes import FILES, load, ranks_of
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.cli.check import check_run
-from torchtitan_cp.config import Config, load_config
+from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config
 from torchtitan_cp.curriculum import ResolvedStage, resolve_stages
-
-FILES = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
-
-
-def ranks_of(path: Path) -> int:
-    """The ranks a file is written for, from its head."""
-    line = re.search(r"^# Ranks: ([\d,]+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert line, f"{path} does not say '# Ranks: N'"
-    return int(line[1].replace(",", ""))
-
-
-def load(path: Path, dump_folder: Path, *overrides: str) -> Config:
-    """The file as it is, but for the corpus, the tokenizer and its template, which do not come with it."""
-    own = ["--data.source=python-stdlib", "--data.path=", "--tokenizer.kind=bytes", "--tokenizer.path="]
-    for number, source in enumerate(load_config(path, []).data.sources):
-        chat = ("source=python-docstrings", f"chat_template={source.chat_template or TURNS}", "messages_field=")
-        keys = (*(chat if source.conversations else ("source=python-stdlib",)), "path=")
-        own += [f"--data.sources[{number}].{key}" for key in keys]
-    return load_config(path, [*own, f"--job.dump_folder={dump_folder}", *overrides])
 
 
 def planned_pairs(config: Config, stage: ResolvedStage) -> int:
@@ -53,7 +34,7 @@ def planned_pairs(config: Config, stage: ResolvedStage) -> int:
 
 # Models of transformers that take seconds to look at.
 SLOW = (
-    *("gemma3_4b_128k_to_512k", "olmo3_7b_65k", "qwen3_8b_1m"),
+    *("gemma3_4b_128k_to_512k", "gemma3_4b_128k_one_gpu", "olmo3_7b_65k", "qwen3_8b_1m"),
     *("kimi_linear_48b_1m", "qwen3_next_80b_256k_to_1m"),
 )
 
@@ -83,6 +64,10 @@ PUBLISHED = {
     "qwen2_5_1m": [(4096, 1e4, 1), (32768, 1e6, 1), (65536, 1e6, 1), (131072, 5e6, 1), (262144, 1e7, 1)],
     "yarn_128k": [(65536, 1e4, 16), (65536, 1e4, 32)],
     "gemma3_4b_128k_to_512k": [(2**17, 1e6, 8), (2**18, 1e6, 16), (2**19, 1e6, 32)],
+    "gemma3_4b_128k_one_gpu": [(2**17, 1e6, 8)],
+    "llama3_1_8b_128k_one_gpu": [(2**17, 5e5, 8)],
+    "llama3_1_8b_128k_eight_gpus": [(2**15, 5e5, 8), (2**17, 5e5, 8)],
+    "qwen3_8b_256k_eight_gpus": [(2**16, 1e6, 1), (2**17, 5e6, 1), (2**18, 1e7, 1)],
     "gpt_oss_20b_256k": [(2**17, 150000, 32), (2**18, 150000, 64)],
     "olmo3_7b_65k": [(65536, 5e5, 8)],
     "sft_128k": [(2**17, 5e5, 8)],

@@ -15,6 +15,7 @@ from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.dry_run import dry_run
 from torchtitan_cp.planner.estimate import plan_config
+from torchtitan_cp.planner.memory import block_bytes
 from torchtitan_cp.planner.search import search
 from torchtitan_cp.planner.search_report import reasons
 from torchtitan_cp.training.registry import register
@@ -70,6 +71,17 @@ def test_a_model_that_takes_no_tiles_is_searched_without_them(tmp_path: Path) ->
     said = reasons(result)
     assert any(reason.startswith("optimizer.offload_state = false: ") for reason in said)
     assert not [reason for reason in said if "mlp_tiles" in reason]
+
+
+def test_norms_behind_the_attention_and_the_mlp_are_kept_too(tmp_path: Path) -> None:
+    cluster, layers = make_cluster("h100-80g", ranks_per_node=4), ["sliding_attention", "full_attention"] * 2
+    models = {"model_type": "llama"}, {"model_type": "gemma3_text", "layer_types": layers}
+    two, four = (
+        plan_config(write(tmp_path, of_config(tmp_path, {**model, **SIZES, **HEADS})), cluster)[0] for model in models
+    )
+    assert (two.counts.more_norms, four.counts.more_norms) == (0, 2)
+    assert block_bytes(four).more_norms == 2 * 4096 * 256 * (4 + 4)  # two copies in fp32 of each
+    assert block_bytes(two).more_norms == 0
 
 
 def test_layers_with_other_heads_are_planned_by_their_own() -> None:
