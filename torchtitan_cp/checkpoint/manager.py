@@ -7,7 +7,6 @@ cannot be renamed.
 """
 
 import logging
-import re
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -38,16 +37,15 @@ from torchtitan_cp.checkpoint.save import (
     delete_checkpoint,
     delete_partial,
     file_stamps,
-    list_folder,
     write_evaluated,
 )
+from torchtitan_cp.checkpoint.saved_run import complete_checkpoints
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.names import format_bytes
 from torchtitan_cp.config.run import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-NAME = re.compile(r"step-(\d+)")
 FULL_BYTES = 1 << 20  # free on a disk that was filled by a save
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -110,8 +108,7 @@ class CheckpointManager:
         Raises:
             OSError: the folder cannot be read.
         """
-        named = [(NAME.fullmatch(entry.name), entry) for entry in list_folder(self.folder)]
-        return sorted((int(match[1]), self.folder / match[0]) for match, entry in named if match and entry.is_dir())
+        return complete_checkpoints(self.folder)
 
     def stage_ends(self) -> list[Path]:
         """Complete checkpoints that end a stage, oldest first."""

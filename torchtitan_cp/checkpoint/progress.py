@@ -172,7 +172,7 @@ def check_identity(
     for name, value in now.items():
         if saved.get(name, value) == value:
             continue
-        was, is_now = _differing(saved[name], value)
+        was, is_now = differing(saved[name], value)
         differ, fix = f"was written with {name} {was}, and the config now gives {is_now}", "undo the change"
         if name.startswith("data"):  # digests of tokens, which say nothing to a reader
             of, why = "", data_changes()
@@ -183,10 +183,10 @@ def check_identity(
         raise ConfigError(f"{path} {differ}", fix=f"{fix}, or {otherwise}")
 
 
-def _differing(was: Json, now: Json) -> tuple[Json, Json]:
-    """The entries in which two tables differ; other values as they are."""
+def differing(was: Json, now: Json) -> tuple[Json, Json]:
+    """The entries in which two nested tables differ; other values as they are."""
     if not (isinstance(was, dict) and isinstance(now, dict)):
         return was, now
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    pairs = {name: _differing(was.get(name), now.get(name)) for name in names}
+    pairs = {name: differing(was.get(name), now.get(name)) for name in names}
     return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}

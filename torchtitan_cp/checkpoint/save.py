@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Checksum, Manifest, checksum, compare_files
 from torchtitan_cp.checkpoint.progress import EVALUATED_FILE, PROGRESS_FILE, Progress
+from torchtitan_cp.checkpoint.saved_run import list_folder
 
 # Interrupted saves and deletions leave folders with this suffix, which the next save deletes. A folder with REPLACED is
 # a whole checkpoint, to be replaced by a newer one of its step.
@@ -120,17 +121,6 @@ def delete_checkpoint(folder: Path) -> None:
         OSError: it cannot be renamed or deleted.
     """
     shutil.rmtree(folder.rename(f"{folder}{EXPIRED}"))
-
-
-def list_folder(folder: Path) -> list[os.DirEntry[str]]:
-    """The entries of a folder; none if it does not exist.
-
-    Raises:
-        OSError: it cannot be read. pathlib's glob and is_dir take that for an empty folder, and for no folder.
-    """
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
-        return list(entries)
-    return []
 
 
 def file_stamps(folder: Path) -> Stamps:

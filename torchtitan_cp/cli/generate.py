@@ -217,6 +217,11 @@ def stream_text(tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[in
         yield text[yielded:]
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The token ids of a text to continue. An empty one begins a document, as in training: after the end of another."""
+    return [*tokenizer.bos_ids, *tokenizer.encode_batch([text])[0].tolist()] or [tokenizer.eos_id]
+
+
 def user_lines() -> Iterator[str]:
     """Yield the lines of standard input; on a terminal with a prompt sign.
 
@@ -326,7 +331,5 @@ def _generate(options: argparse.Namespace) -> int:
         chat(user_lines(), lambda turns: continue_text(encode_turns(template, tokenizer, turns)), options.system)
     else:
         text = "\n".join(user_lines()) if options.prompt == "-" else options.prompt
-        # An empty prompt begins a document, as in training: after the end of another.
-        prompt = [*tokenizer.bos_ids, *tokenizer.encode_batch([text])[0].tolist()] or [tokenizer.eos_id]
-        continue_text(prompt, text)
+        continue_text(encode_prompt(tokenizer, text), text)
     return 0

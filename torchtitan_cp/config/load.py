@@ -70,7 +70,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def _keys_that_name_a_model(table: dict[str, object]) -> list[str]:
     """Which keys of [model] say what the model is. Without any it is the debug flavor."""
     model = table.get("model")
-    return [key for key in ("hub_checkpoint", "config", "flavor") if isinstance(model, dict) and model.get(key)]
+    return [
+        key
+        for key in ("hub_checkpoint", "config", "checkpoint", "flavor")
+        if isinstance(model, dict) and model.get(key)
+    ]
 
 
 def read_toml(path: Path) -> dict[str, object]:

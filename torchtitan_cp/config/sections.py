@@ -40,6 +40,8 @@ class Model:
             name on the hub
         load_weights: start from the weights of hub_checkpoint; false: only its sizes, with fresh weights
         config: config.json, or the folder it is in, whose sizes a model with fresh weights has
+        checkpoint: folder of another run (its newest checkpoint), or one of its step-N folders, whose weights training
+            starts from; what the file leaves out of [model], [tokenizer] and the stages' RoPE is that run's
     """
 
     architecture: str = "llama"
@@ -48,6 +50,17 @@ class Model:
     hub_checkpoint: str = ""
     load_weights: bool = True
     config: str = ""
+    checkpoint: str = ""
+
+    @property
+    def names_a_model(self) -> bool:
+        """Whether a key but `checkpoint` says what the model is."""
+        return bool(self.flavor or self.overrides or self.hub_checkpoint or self.config)
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether a new run begins with weights that were trained before."""
+        return bool(self.checkpoint or (self.hub_checkpoint and self.load_weights))
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], 
         logger.warning("parallel.fsdp_cpu_offload is inactive: on a CPU the weights are in host memory")
     apply_fsdp(model, meshes.fsdp, config, on_host, experts[1] if experts else None)
     model.to_empty(device="cpu" if on_host else meshes.device_type)
-    init_weights(model, config.training.seed, loads=bool(config.model.hub_checkpoint and config.model.load_weights))
+    init_weights(model, config.training.seed, loads=config.model.loads_weights)
 
 
 def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, device_type: str) -> None:

@@ -5,6 +5,7 @@ The launcher waits for this, so the module imports nothing that only training ne
 """
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 
 from torchtitan_cp.attention.kernels import KERNELS, Case
 from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights
+from torchtitan_cp.checkpoint.progress import differing
+from torchtitan_cp.checkpoint.saved_run import read_saved_run
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.extras import import_extra
@@ -22,6 +25,7 @@ from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import check_corpus
 from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, other_pieces, vocabulary_size
 from torchtitan_cp.data.corpus.tokenizer_files import find_tokenizers
+from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.optim.rules import check_rules
 from torchtitan_cp.parallel.float8 import check_float8
 from torchtitan_cp.training import registry
@@ -113,6 +117,8 @@ def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, d
                 fix="enable checkpoints, or give the new run a folder of its own: --job.dump_folder=...",
             )
         check_hub_weights(config, args, download=download)
+        if config.model.checkpoint and not has_checkpoints(config):
+            _check_run_weights(config, args)
     return args
 
 
@@ -164,8 +170,47 @@ def check_hub_weights(config: Config, args: ModelArgs, *, download: bool = False
 
 
 def _begins_with_hub_weights(config: Config) -> bool:
-    """Whether the run loads model.hub_checkpoint: it does not resume."""
-    return bool(config.model.hub_checkpoint and config.model.load_weights) and not has_checkpoints(config)
+    """Whether the run loads model.hub_checkpoint: it does not resume, and starts from no other run."""
+    model = config.model
+    return bool(model.hub_checkpoint and model.load_weights and not model.checkpoint) and not has_checkpoints(config)
+
+
+def _check_run_weights(config: Config, args: ModelArgs) -> None:
+    """Refuse the weights of model.checkpoint if they are of another model, or of ids that mean other text here.
+
+    Its files are verified when they are loaded. A tokenizer of that run that is no longer there is not compared.
+
+    Args:
+        config: as `with_defaults` returns it.
+        args: ModelArgs, with the vocabulary set.
+
+    Raises:
+        UserError: there is no such checkpoint; naming the sizes, or the first id, that differ.
+    """
+    name = f"model.checkpoint = {config.model.checkpoint!r}"
+    start = read_saved_run(Path(os.path.expanduser(config.model.checkpoint)))
+    ours, theirs, fix = config.tokenizer, start.config.tokenizer, "leave out [tokenizer] to take that run's"
+    if ours.trained:
+        raise ConfigError(
+            f"the embeddings of {name} are of its run's tokenizer, and [tokenizer] asks for one that is trained on the "
+            "corpus",
+            fix=fix,
+        )
+    with suppress(DataError):
+        if ours != theirs and (others := other_pieces(load_tokenizer(ours), load_tokenizer(theirs))):
+            raise ConfigError(
+                f"the tokenizer {ours.path or ours.kind} is not that of {name}, {theirs.path or theirs.kind}: "
+                f"{len(others)} ids mean other text, the first of them {others[0]}",
+                fix=fix,
+            )
+    here, there = config.model.architecture, start.config.model.architecture
+    sizes = registry.sizes_of(args)
+    if here != there or sizes != start.sizes:
+        was, now = (there, here) if here != there else differing(start.sizes, sizes)
+        raise ConfigError(
+            f"{name} is of another model: {was} there, {now} here",
+            fix="leave out the other keys of [model] to take that run's, or give a run of this model",
+        )
 
 
 def check_hub_tokenizer(config: Config) -> None:

@@ -5,10 +5,13 @@ so the module imports nothing that only training needs.
 """
 
 import math
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torchtitan_cp.attention import AttentionMask, choose_strategy, make_plan
 from torchtitan_cp.checkpoint.hub_rope import fill_rope, hub_rope
+from torchtitan_cp.checkpoint.saved_run import read_saved_run
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config, check_stages
 from torchtitan_cp.config.contract import ModelArgs
@@ -129,8 +132,10 @@ def with_defaults(config: Config) -> Config:
     Where [tokenizer] names none, it is that of model.hub_checkpoint, if there is one: tokenizer.json, else
     tokenizer.model. Each RoPE key is taken as written, else from config.json, else it has its default. With an
     architecture that takes any config.json, a stage without `rope` keeps the model's own RoPE. Conversations are
-    limited to the longest stage.
+    limited to the longest stage. What [model], [tokenizer] and `rope` leave out is that of the run that
+    model.checkpoint names, if there is one.
     """
+    config = _with_run(config)
     model, stages = config.model, config.curriculum.stages
     config = replace(config, data=_with_limits(config.data, stages), tokenizer=_with_hub_tokenizer(config))
     takes_any, has_hub = registry.architecture(model).args_of, registry.has_hub_config(model)
@@ -142,6 +147,30 @@ def with_defaults(config: Config) -> Config:
         stages = tuple(replace(stage, rope=stage.rope or rope) for stage in stages)
     flavor = model.flavor or ("" if takes_any or has_hub else registry.DEFAULT_FLAVOR)
     return config.with_keys(model={"flavor": flavor}, curriculum={"stages": stages})
+
+
+def _with_run(config: Config) -> Config:
+    """The config with what it leaves out, as in the run that model.checkpoint names.
+
+    A config that leaves out nothing but ropes, such as the resolved one in a run's folder, holds without that run.
+    """
+    model, tokenizer = config.model, config.tokenizer
+    if not model.checkpoint:
+        return config
+    lacks_tokenizer = tokenizer == Tokenizer(bos=tokenizer.bos)
+    try:
+        start = read_saved_run(Path(os.path.expanduser(model.checkpoint)))
+    except ConfigError as error:
+        if lacks_tokenizer or not model.names_a_model:
+            raise ConfigError(f"model.checkpoint: {error.message}", fix=error.fix) from None
+        return config
+    if not model.names_a_model:
+        model = replace(start.config.model, checkpoint=model.checkpoint)
+    if lacks_tokenizer:
+        tokenizer = start.config.tokenizer
+    rope = start.stage.rope
+    stages = tuple(replace(stage, rope=stage.rope or rope) for stage in config.curriculum.stages)
+    return replace(config, model=model, tokenizer=tokenizer).with_keys(curriculum={"stages": stages})
 
 
 def _with_hub_tokenizer(config: Config) -> Tokenizer:

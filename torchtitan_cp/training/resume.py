@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts
 from torchtitan_cp.checkpoint.hub_rope import rope_changes
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
+from torchtitan_cp.checkpoint.weights import load_weights, open_saved_model
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.check import shortened_warmups
 from torchtitan_cp.config.contract import ModelArgs
@@ -110,7 +112,9 @@ def resume(
     for line in shortened_warmups(model.config, stages):
         warn(line)
     if saved is None:
-        if model.config.model.hub_checkpoint and model.config.model.load_weights:
+        if model.config.model.checkpoint:
+            _start_from_run(model, stages)
+        elif model.config.model.loads_weights:
             _start_from_hub(model, stages)
         if model.world.rank == 0:
             log_rope_notes(model.config, stages, model.args)
@@ -158,6 +162,24 @@ def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
     config = registry.start_config(settings, model.args)
     for number, stage in enumerate(stages, 1):
         if stage.rope and (changed := rope_changes(config, stage.rope, model.args.rotary_dim)):
+            logger.info("stage %d changes the rotary embedding they were trained with: %s", number, ", ".join(changed))
+
+
+def _start_from_run(model: ParallelModel, stages: Stages) -> None:
+    """Load the weights of model.checkpoint, and log which stages use another rotary embedding. Collective.
+
+    Raises:
+        ConfigError: the checkpoint is damaged.
+    """
+    saved = open_saved_model(Path(os.path.expanduser(model.config.model.checkpoint)), collective=True)
+    load_weights(saved, model.parts)
+    logger.info("weights of step %d from %s", saved.progress.step, saved.path)
+    rope = saved.stage.rope
+    was = dataclasses.asdict(rope) if rope else None
+    for number, stage in enumerate(stages, 1):
+        now = dataclasses.asdict(stage.rope) if stage.rope else None
+        if was != now:
+            changed = _changes(was, now) if was and now else [f"{was or MODEL_ROPE} -> {now or MODEL_ROPE}"]
             logger.info("stage %d changes the rotary embedding they were trained with: %s", number, ", ".join(changed))
 
 

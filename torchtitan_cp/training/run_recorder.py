@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
+from torchtitan_cp.checkpoint.saved_run import TOKENIZER_FILE
 from torchtitan_cp.config import to_toml
 from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.config.labels import IGNORED
