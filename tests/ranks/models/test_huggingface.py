@@ -21,6 +21,7 @@ RING = "--context_parallel.strategy=ring"
 ALL_TO_ALL = "--context_parallel.strategy=all_to_all"
 BOTH = "--context_parallel.strategy=hybrid --context_parallel.all_to_all_ranks=2"
 FULL = "--activation.checkpoint=full"
+SELECTIVE = f"{RING} --activation.checkpoint=selective"
 SAVED = "--activation.checkpoint=attention_saved"
 # torch.compile takes no layer that hands its keys on from within a part that is recomputed.
 HAND_KEYS_ON = ("Gemma 4",)
@@ -46,14 +47,18 @@ def test_four_ranks_by_all_to_all_and_recomputed_give_the_gradients_of_eager_att
 
 @deep_rows(
     ("family", "layout", "strategy"),
-    [*itertools.product(HYBRIDS, ("zigzag", "documents"), (RING, ALL_TO_ALL)), ("LFM2", "zigzag", BOTH)],
+    [
+        *itertools.product(HYBRIDS, ("zigzag", "documents"), (RING, ALL_TO_ALL)),
+        *itertools.product(HYBRIDS, ("zigzag",), (SELECTIVE,)),
+        ("LFM2", "zigzag", BOTH),
+    ],
     default=[("Nemotron-H", "zigzag", RING), ("Kimi Linear", "documents", ALL_TO_ALL)],
 )
 def test_states_that_pass_between_four_ranks_give_the_gradients_of_one_process(
     ranks: Callable[[int], RankPool], tmp_path: Path, family: str, layout: str, strategy: str
 ) -> None:
     path = write_family(tmp_path, family)
-    options = ("--parallel.cp=4", *strategy.split(), f"--context_parallel.layout={layout}", FULL)
+    options = ("--parallel.cp=4", f"--context_parallel.layout={layout}", FULL, *strategy.split())
     ranks(4)(compare_on_ranks, path, family, *options)[0].check()
 
 
