@@ -17,6 +17,7 @@ BENCHMARKS = {
     "packed": "packed documents on two ranks against the ideal time for their mask",
     "peers": "other libraries' context parallelism beside ours, on the same ranks in one run",
     "linear": "linear attention on two one-thread ranks against one process with two threads",
+    "hybrids": "a step of transformers' Qwen3.5 beside one of ours, in turns in one process",
     "kernels": "how much of a kernel's single-call rate the tiles of a plan reach",
     "layouts": "keys sent and imbalance of each layout of packed documents, from the plans (nothing runs)",
     "packed_steps": "predicted step time on packed documents, by layout (nothing runs)",
