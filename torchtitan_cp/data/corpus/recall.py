@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from itertools import cycle, islice
 from string import ascii_lowercase, ascii_uppercase
 
-# Characters of a document, names in it, documents made of a file. Of 26 names some are left for prompts to plant. Short
-# documents are many, as a model learns to recall on near repetitions first: with long ones alone that takes longer.
-DOCUMENTS = ((128, 6, 14), (512, 10, 2), (2048, 20, 1))
+# Characters of a document, names in it, documents made of a file, and the power of `plant_names`. Of 26 names some are
+# left for prompts to plant. Short documents are many, as a model learns to recall on near repetitions first: with long
+# ones alone that takes longer. The long one prefers far repetitions, most of which a shorter sequence cuts.
+DOCUMENTS = ((128, 6, 14, 1.0), (512, 10, 2, 1.0), (2048, 20, 1, 0.5))
 NEAREST = 2  # characters from a name to its next mention
 
 
@@ -26,30 +27,32 @@ def recall_documents(text: str, seed: str) -> Iterator[str]:
         seed: of everything that is drawn.
     """
     draw = random.Random(seed)  # of a string, so that it is the same in every process
-    for characters, names, count in DOCUMENTS:
+    for characters, names, count, power in DOCUMENTS:
         for _ in range(count):
-            yield plant_names(text, characters, names, draw)
+            yield plant_names(text, characters, names, draw, power)
 
 
-def plant_names(text: str, characters: int, names: int, draw: random.Random) -> str:
+def plant_names(text: str, characters: int, names: int, draw: random.Random, power: float = 1.0) -> str:
     """A document of so many characters, from a random place of the text on.
 
-    The distance from a name to its next mention is log-uniform up to half of the document.
+    Its names come first near its beginning. The distance from a name to its next mention is log-uniform up to half of
+    the document, or prefers far ones.
 
     Args:
         names: how many it has, up to 26.
+        power: of the uniform number in the exponent; below 1, far distances are preferred.
     """
     start = draw.randrange(len(text))
     filler = cycle(islice(cycle(text), start, start + len(text)))
     due = [
-        (draw.random() * 8 * names, name + draw.choice(ascii_lowercase)) for name in draw.sample(ascii_uppercase, names)
+        (draw.random() * 3 * names, name + draw.choice(ascii_lowercase)) for name in draw.sample(ascii_uppercase, names)
     ]
     heapq.heapify(due)
     pieces, place = [], 0
     while place < characters:
         if due[0][0] <= place:
             piece = due[0][1]
-            distance = NEAREST * (characters / 2 / NEAREST) ** draw.random()
+            distance = NEAREST * (characters / 2 / NEAREST) ** draw.random() ** power
             heapq.heapreplace(due, (place + distance, piece))
         else:
             piece = next(filler)

@@ -37,6 +37,23 @@ def test_every_name_keeps_its_key_and_comes_back_at_all_distances_up_to_half_of_
     assert octaves.min() > 0.4 * octaves.max(), "log-uniform"
 
 
+def test_names_come_near_the_beginning_and_a_power_below_1_prefers_far_repetitions() -> None:
+    def gaps(power: float) -> np.ndarray:
+        found = []
+        for seed in range(8):
+            text = plant_names(TEXT, 2048, 8, random.Random(seed), power)
+            places = [
+                [mention.start() for mention in re.finditer(name, text)] for name in set(re.findall("[A-Z]", text))
+            ]
+            assert max(each[0] for each in places) < 8 * (3 + 2), (
+                "three characters a name, and those that were due before"
+            )
+            found += [np.diff(each) for each in places]
+        return np.concatenate(found)
+
+    assert np.median(gaps(0.5)) > 2 * np.median(gaps(1.0))
+
+
 def test_what_lies_between_the_names_is_the_text_from_some_place_on_and_again_from_its_start() -> None:
     text = plant_names(TEXT, characters=512, names=3, draw=random.Random(1))
     rest = re.sub("[A-Z][a-z]", "", text)
@@ -47,7 +64,7 @@ def test_what_lies_between_the_names_is_the_text_from_some_place_on_and_again_fr
 def test_a_text_gives_many_short_documents_and_a_long_one_that_its_seed_alone_decides() -> None:
     documents = list(recall_documents(TEXT, "a.py"))
     assert Counter(len(document) // 128 * 128 for document in documents) == {
-        characters: count for characters, _, count in DOCUMENTS
+        characters: count for characters, _, count, _ in DOCUMENTS
     }
     assert documents == list(recall_documents(TEXT, "a.py"))
     assert not set(documents) & set(recall_documents(TEXT, "b.py"))
@@ -63,7 +80,7 @@ def test_the_source_plants_names_in_the_standard_library_and_holds_out_by_file(
     monkeypatch.setattr("torchtitan_cp.data.corpus.sources.location", lambda source: str(tmp_path))
     corpus = Corpus(Data(source="python-recall", validation_fraction=0.3))
     documents = list(corpus.documents(SkippedRecords()))
-    assert len(documents) == 12 * sum(count for *_, count in DOCUMENTS)
+    assert len(documents) == 12 * sum(count for _, _, count, _ in DOCUMENTS)
     held_out = defaultdict(set)
     for document in documents:
         held_out[document.key].add(document.held_out)
