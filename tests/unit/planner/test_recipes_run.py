@@ -23,10 +23,11 @@ needs_compiler = pytest.mark.skipif(
 )
 SMALL = [path for path in FILES if path.stem.endswith(("_one_gpu", "_eight_gpus"))]
 NAMES = [path.stem for path in SMALL]
-# A walk takes minutes, so of several stages the last, whose tokens a rank are those of the others, is walked alone.
+ALONE = [name for name in NAMES if name.endswith("_one_gpu")]
+# A walk takes minutes, so of several stages only one is walked: the first, with the length and cp of the last.
 LAST = {
-    "llama3_1_8b_128k_eight_gpus": ("seq_len=131072", "cp=8", "tokens=0", "steps=1"),
-    "qwen3_8b_256k_eight_gpus": ("seq_len=262144", "cp=8", "tokens=0", "steps=1"),
+    "llama3_1_8b_128k_eight_gpus": ("seq_len=131072", "cp=8"),
+    "qwen3_8b_256k_eight_gpus": ("seq_len=262144", "cp=8"),
 }
 
 
@@ -58,25 +59,23 @@ def test_a_recipe_takes_what_its_head_says_and_a_search_finds_something_as_fast(
     assert found.days <= sum(estimate.days for estimate in planned) * 1.001
 
 
-@needs_compiler
-@pytest.mark.deep
-@pytest.mark.xdist_group("jobs/test_page_runs.py")  # early, as it takes minutes
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_walked_with_a_gpus_operations_takes_the_memory_of_its_plan(name: str, tmp_path: Path) -> None:
-    last = [f"--curriculum.stages[0].{key}" for key in LAST.get(name, ())]
-    path, config, cluster = on_its_gpus(name, tmp_path, *last)
-    (walked, *_) = walk_on_gpu(path, cluster.ranks, *last, stages=1)
-    assert plan_config(config, cluster)[0].memory.total == pytest.approx(walked, rel=0.10)
-
-
-@needs_compiler
-@pytest.mark.deep
-@pytest.mark.xdist_group("jobs/test_page_runs.py")
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_one_gpu")])
+@deep_rows("name", ALONE, default=[name for name in ALONE if "gemma" not in name])
 def test_what_a_search_finds_on_one_gpu_is_what_the_recipe_has(name: str, tmp_path: Path) -> None:
-    """So the walk of the recipe is one of the search's answer."""
+    """So a walk of the recipe is one of the search's answer."""
     _, config, cluster = on_its_gpus(name, tmp_path)
     found = search(config, cluster).found_config()
     for key in KEYS.values():
         section, field = key.split(".")
         assert getattr(getattr(found, section), field) == getattr(getattr(config, section), field), key
+
+
+@needs_compiler
+@pytest.mark.deep
+@pytest.mark.xdist_group("jobs/test_page_runs.py")  # early, as it takes minutes
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_walked_with_a_gpus_operations_takes_the_memory_of_its_plan(name: str, tmp_path: Path) -> None:
+    """Uncompiled, as blocks are walked."""
+    options = ("--compile.enable=false", *(f"--curriculum.stages[0].{key}" for key in LAST.get(name, ())))
+    path, config, cluster = on_its_gpus(name, tmp_path, *options)
+    (walked,) = walk_on_gpu(path, cluster.ranks, *options, stages=1)
+    assert plan_config(config, cluster)[0].memory.total == pytest.approx(walked, rel=0.10)

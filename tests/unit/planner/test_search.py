@@ -230,7 +230,8 @@ def test_with_muon_the_search_does_not_add_what_a_run_refuses_beside_it(tmp_path
 
 
 def test_where_the_host_is_too_small_the_search_says_by_how_much_and_what_would_help(tmp_path: Path) -> None:
-    error = nothing_fits(search(*one_gpu(write_run(tmp_path), "--model.flavor=70B")))
+    large = ("--model.flavor=70B", "--training.compute_dtype=bfloat16")
+    error = nothing_fits(search(*one_gpu(write_run(tmp_path), *large)))
     said = re.match(
         r"nothing fits on 1 x h100-80g\. The nearest misses by ([\d.]+) GiB of a node's host memory: stage 128K needs "
         r"[\d.]+ GiB of device memory, of which 72\.8 are usable and ([\d.]+) GiB of a node's host memory, of which "
