@@ -48,6 +48,7 @@ peak_tflops = 1.0
 [evaluation]
 tokens = 512
 at_start = false
+interval = 0
 
 [[curriculum.stages]]
 seq_len = 128

@@ -41,6 +41,7 @@ BLOCK = 32
 SETTINGS = f"""
 [evaluation]
 at_start = false
+interval = 0
 tokens = 1152
 context_gain_tokens = {BLOCK}
 max_share = 1.0
@@ -68,7 +69,7 @@ max_document = 50
 MEASURED = (
     TINY.replace('source = "text"\npath = "{folder}/corpus"\n', "document_mask = true\n")
     .replace("validation_fraction = 0.25\n", "")
-    .replace("[evaluation]\ntokens = 512\nat_start = false\n", SETTINGS + TWO_SOURCES)
+    .replace("[evaluation]\ntokens = 512\nat_start = false\ninterval = 0\n", SETTINGS + TWO_SOURCES)
 )
 LAYOUTS = {
     "dp 2": (2, ()),
@@ -442,6 +443,14 @@ def long_evaluation(tmp_path: Path) -> Path:
     path = write_run(tmp_path)
     path.write_text(path.read_text().replace("[evaluation]\ntokens = 512", "[evaluation]\ntokens = 4096"))
     return path
+
+
+def test_a_stage_is_evaluated_within_too_where_no_interval_is_given(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, TINY.replace("interval = 0\n", ""))
+    [(evaluated_at, _, _)] = ranks(1)(measured_and_saved, path, 0, "--evaluation.max_share=1.0")
+    assert evaluated_at == [10, 20]
 
 
 def test_a_stop_does_not_wait_for_an_evaluation_between_steps(
