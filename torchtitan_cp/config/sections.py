@@ -18,6 +18,7 @@ from torchtitan_cp.config.training import (
     Activation,
     Compile,
     ContextParallel,
+    Lora,
     LRScheduler,
     Optimizer,
     Parallel,
@@ -158,6 +159,7 @@ class Config:
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
+    lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallel: Parallel = field(default_factory=Parallel)

@@ -28,6 +28,7 @@ from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.rules import check_rules
 from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
 from torchtitan_cp.parallel.experts import Routing, RoutingSums, dispatch_experts
+from torchtitan_cp.parallel.lora_targets import check_pipeline_targets
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Forward, Pipeline
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline
@@ -165,6 +166,8 @@ class ParallelModel:
     Attributes:
         parts: modules, in order of their layers.
         optimizers: one for each part.
+        parameter_count, parameter_names: of the whole model without adapters.
+        trained_names: of all parameters of the whole model that are trained; with [lora] adapters are among them.
         pipeline: None without pipeline parallelism.
         token_loss: the loss of the last part.
         routing: adds up what this rank's routers choose; empty without experts.
@@ -191,12 +194,15 @@ class ParallelModel:
         for number in self.layers.of_rank(mesh.get_local_rank()):
             part = registry.empty_model(config.model, args, self.attend)
             whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
+            self.trained_names = registry.trained_names(part, config.lora)
             part.keep_layers(*self.layers.layers[number])
             parallelize(part, meshes, sharding, run.config_of(stage))
             dispatch_experts(part, self.routing, experts[0].get_group() if experts else None)
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
-        check_rules(config.optimizer.groups, self.parameter_names)
+        check_rules(config.optimizer.groups, self.trained_names)
+        if config.lora and mesh.size() > 1:
+            check_pipeline_targets(self.trained_names, self.layers.layers)
         self.reset_optimizers()
         chunk, z_loss = config.training.loss_chunk_tokens, config.training.z_loss
         self.token_loss = ChunkedCrossEntropy(
@@ -389,8 +395,10 @@ class ParallelModel:
     def memory_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients (which exist from backward to update) and optimizer state."""
         weights = sum(local_tensor(parameter).nbytes for parameter in self.parts.parameters())
+        trained = (parameter for parameter in self.parts.parameters() if parameter.requires_grad)
+        gradients = sum(local_tensor(parameter).nbytes for parameter in trained)
         kept = sum(local_tensor(state).nbytes for state in self.state_tensors())
-        return {"weights": weights, "gradients": weights, "optimizer": kept}
+        return {"weights": weights, "gradients": gradients, "optimizer": kept}
 
     def state_tensors(self) -> Iterator[Tensor]:
         """Tensors of this rank's optimizer state."""

@@ -104,9 +104,9 @@ def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, d
         check_float8(config.training.float8, device)
     if config.optimizer.state == "8bit":
         import_extra("torchao.optim", extra="float8", needed_by="optimizer.state = '8bit'")
-    if config.optimizer.groups:
-        model = registry.empty_model(config.model, args)
-        check_rules(config.optimizer.groups, [name for name, _ in model.named_parameters()])
+    if config.optimizer.groups or config.lora:
+        names = registry.trained_names(registry.empty_model(config.model, args), config.lora)
+        check_rules(config.optimizer.groups, names)
     if trains:
         if config.metrics.wandb:
             import_extra("wandb", extra="wandb", needed_by="metrics.wandb")

@@ -21,6 +21,7 @@ from torchtitan_cp.config.stages import CONVERSATIONS, CUT
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.corpus.cache import PreparedCorpus
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
+from torchtitan_cp.parallel.lora import hidden_adapters
 from torchtitan_cp.runtime.consistency import flatten
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
@@ -157,7 +158,8 @@ def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
     settings = model.config.model
     check_hub_tokenizer(model.config)
     folder = registry.hub_folder(settings, WEIGHT_FILES)
-    load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings))
+    with hidden_adapters(model.parts):
+        load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings))
     logger.info("weights from %s", folder)
     config = registry.start_config(settings, model.args)
     for number, stage in enumerate(stages, 1):
