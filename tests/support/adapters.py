@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models import ARCHITECTURES
 from torchtitan_cp.checkpoint.hub import load_parts
 from torchtitan_cp.checkpoint.hub_rope import hub_rope
-from torchtitan_cp.checkpoint.peft import PREFIX, peft_names
+from torchtitan_cp.checkpoint.peft import PREFIX, Trained, peft_names
 from torchtitan_cp.config.contract import LanguageModel
 from torchtitan_cp.config.sections import Model
 from torchtitan_cp.config.training import Lora
@@ -44,8 +44,8 @@ def adapted_model(architecture: str, folder: Path, lora: Lora) -> LanguageModel:
 def tensors_by_peft_name(model: LanguageModel, architecture: str) -> dict[str, nn.Parameter]:
     """The trained parameters of our model by their names in PEFT's files."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    shapes = {name: parameter.shape for name, parameter in trained.items()}
-    names = peft_names(shapes, registry.hub_of(Model(architecture=architecture)))
+    about = {name: Trained(tuple(parameter.shape)) for name, parameter in trained.items()}
+    names = peft_names(about, registry.hub_of(Model(architecture=architecture)))
     return {name: trained[our] for our, found in names.items() for name in found}
 
 

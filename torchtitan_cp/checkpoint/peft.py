@@ -6,6 +6,7 @@ The base model is not in it. Source: the checkpoint format of huggingface.co/doc
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -36,29 +37,48 @@ def hub_module(module: str, hub: Hub) -> str:
     return name.removesuffix(".weight")
 
 
-def peft_names(shapes: Mapping[str, Sequence[int]], hub: Hub) -> dict[str, list[str]]:
-    """Our name of each trained parameter -> its names in PEFT's file; a tied embedding is also the output layer there.
+class Trained(NamedTuple):
+    """A trained parameter of the whole model.
+
+    Attributes:
+        shape: of the whole parameter.
+        other_names: if it is tied, its further names in our model.
+    """
+
+    shape: tuple[int, ...]
+    other_names: tuple[str, ...] = ()
+
+
+def peft_names(trained: Mapping[str, Trained], hub: Hub) -> dict[str, list[str]]:
+    """Our name of each trained parameter -> its names in PEFT's file, which has a tied one once for each name.
 
     Args:
-        shapes: our name -> whole shape.
+        trained: by our names.
 
     Raises:
         ConfigError: PEFT has no name for one, as for experts, which are a tensor each there.
     """
-    names = dict[str, list[str]]()
-    for name, shape in shapes.items():
-        module, _, leaf = name.rpartition(".")
-        if leaf in MATRICES:
-            names[name] = [f"{PREFIX}{hub_module(module, hub)}.{MATRICES[leaf]}"]
-            continue
-        found = [(name, None)] if hub.load else hub_names(name, shape, hub.names)
-        if len(found) > 1 or found[0][1] is not None:
-            raise ConfigError(
-                f"PEFT's format has no place for {name}, which [lora] trains whole",
-                fix="export the whole model: --merge",
-            )
-        names[name] = [PREFIX + found[0][0]]
-    return names
+    return {
+        name: [_peft_name(each, parameter.shape, hub) for each in (name, *parameter.other_names)]
+        for name, parameter in trained.items()
+    }
+
+
+def _peft_name(name: str, shape: Sequence[int], hub: Hub) -> str:
+    module, _, leaf = name.rpartition(".")
+    if leaf in MATRICES:
+        return f"{PREFIX}{hub_module(module, hub)}.{MATRICES[leaf]}"
+    found = [(name, None)] if hub.load else hub_names(name, shape, hub.names)
+    if len(found) > 1 or found[0][1] is not None:
+        raise ConfigError(
+            f"PEFT's format has no place for {name}, which [lora] trains whole", fix="export the whole model: --merge"
+        )
+    return PREFIX + found[0][0]
+
+
+def is_of_adapter(peft_name: str) -> bool:
+    """Whether a tensor of PEFT's file is a matrix of an adapter, not a weight that is trained whole."""
+    return peft_name.endswith(tuple(MATRICES.values()))
 
 
 def adapter_config(
@@ -125,17 +145,17 @@ def check_adapter(folder: Path, lora: Lora) -> None:
         )
 
 
-def load_adapter(folder: Path, parts: Iterable[nn.Module], shapes: Mapping[str, Sequence[int]], hub: Hub) -> None:
+def load_adapter(folder: Path, parts: Iterable[nn.Module], trained: Mapping[str, Trained], hub: Hub) -> None:
     """Fill adapters, and what is trained whole, from PEFT's file; each rank reads its own shards.
 
     Args:
         parts: of a model with adapters, sharded in any way.
-        shapes: our name -> whole shape of each trained parameter of the whole model.
+        trained: parameters of the whole model, by our names.
 
     Raises:
         ConfigError: the file lacks one of them, or has others.
     """
-    names = peft_names(shapes, hub)
+    names = peft_names(trained, hub)
     try:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             stored: dict[str, StoredTensor] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -153,10 +173,9 @@ def load_adapter(folder: Path, parts: Iterable[nn.Module], shapes: Mapping[str, 
 def _check_names(folder: Path, names: Mapping[str, list[str]], stored: Iterable[str]) -> None:
     """Refuse a file that lacks a tensor of [lora], or has one that it leaves out."""
     firsts, known = {found[0] for found in names.values()}, {name for found in names.values() for name in found}
-    output = f"{PREFIX}lm_head.weight"  # a tied output layer is stored with its embedding
     if lacking := sorted(firsts - {*stored}):
         raise _unfitting(folder, f"has no {lacking[0]}, and [lora] trains {len(firsts)} tensors")
-    if unknown := sorted({*stored} - known - {output}):
+    if unknown := sorted({*stored} - known):
         raise _unfitting(folder, f"has {unknown[0]}, which [lora] does not train")
 
 

@@ -154,6 +154,11 @@ def _check_groups(config: Config) -> None:
 def _check_lora(config: Config) -> None:
     """Rules between [lora] and other sections; which modules it names is checked with the model."""
     lora = config.lora
+    if lora is None and config.model.adapter:
+        raise ConfigError(
+            f"model.adapter = {config.model.adapter!r} is trained on by [lora], which this file lacks",
+            fix="add [lora] with its rank and alpha; to train all weights, merge it into the model first",
+        )
     if lora is None:
         return
     for name in ("targets", "train"):

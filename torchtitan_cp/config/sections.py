@@ -43,6 +43,7 @@ class Model:
         config: config.json, or the folder it is in, whose sizes a model with fresh weights has
         checkpoint: folder of another run (its newest checkpoint), or one of its step-N folders, whose weights training
             starts from; what the file leaves out of [model], [tokenizer] and the stages' RoPE is that run's
+        adapter: folder of a PEFT adapter of hub_checkpoint, with which [lora] goes on
     """
 
     architecture: str = "llama"
@@ -51,6 +52,7 @@ class Model:
     hub_checkpoint: str = ""
     load_weights: bool = True
     config: str = ""
+    adapter: str = ""
     checkpoint: str = ""
 
     @property

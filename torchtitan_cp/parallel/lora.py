@@ -4,8 +4,9 @@ Source: LoRA (Hu et al., 2021); first values and names as in PEFT.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,30 @@ class LoRALinear(nn.Linear):
         return out + DTensor.from_local(
             added, out.device_mesh, out.placements, run_check=False, shape=out.shape, stride=out.stride()
         )
+
+
+def merged_state(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """The state dict of a model that is not sharded, with each adapter added to its weight in fp32.
+
+    Returns:
+        name -> a function that computes the tensor, so that not all are in fp32 at once.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+    def merged(layer: LoRALinear) -> Tensor:
+        return layer.weight.float() + layer.lora_scale * (layer.lora_b.float() @ layer.lora_a.float())
+
+    def as_it_is(tensor: Tensor) -> Tensor:
+        return tensor
+
+    state = dict[str, Callable[[], Tensor]]()
+    for name, tensor in model.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        if module in layers and leaf == "weight":
+            state[name] = partial(merged, layers[module])
+        elif leaf not in ADAPTER_NAMES:
+            state[name] = partial(as_it_is, tensor)
+    return state
 
 
 def _local(x: Tensor) -> Tensor:

@@ -1,16 +1,34 @@
-"""What a run with [lora] needs beside its checkpoints, which hold no frozen weights: the base model, and its digest."""
+"""What a run with [lora] needs beside its checkpoints, which hold no frozen weights, and adapters in PEFT's format."""
 
 import dataclasses
 import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
 
 from torchtitan_cp.checkpoint.base import digest_weights
 from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts
+from torchtitan_cp.checkpoint.peft import (
+    PREFIX,
+    Trained,
+    adapter_config,
+    check_adapter,
+    hub_module,
+    is_of_adapter,
+    load_adapter,
+    peft_names,
+    save_adapter,
+)
 from torchtitan_cp.checkpoint.progress import check_identity
 from torchtitan_cp.checkpoint.weights import SavedModel
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.contract import LanguageModel
+from torchtitan_cp.config.contract import LanguageModel, ModelArgs
 from torchtitan_cp.config.json_types import JsonObject
-from torchtitan_cp.parallel.lora import apply_lora, hidden_adapters
+from torchtitan_cp.parallel.lora import apply_lora, hidden_adapters, merged_state
+from torchtitan_cp.parallel.lora_targets import find_targets
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
 
@@ -52,10 +70,86 @@ def load_adapted(model: LanguageModel, saved: SavedModel) -> None:
         )
     check_identity(saved.progress.identity, adapter_identity(config), saved.path, "name the weights that were adapted")
     apply_lora(model, config.lora)
+    tied = model.output.weight is next(model.tok_embeddings.parameters())
     model.to_empty(device="cpu")
+    if tied:  # to_empty makes two of them
+        model.output.weight = next(model.tok_embeddings.parameters())
     with hidden_adapters([model]):
         load_parts(registry.hub_folder(config.model, WEIGHT_FILES), [model], names, registry.hub_of(config.model))
     model.load_state_dict(saved.read([name for name in model.state_dict() if name in saved.tensors]), strict=False)
+
+
+def trained_parameters(config: Config, args: ModelArgs) -> dict[str, Trained]:
+    """What a run with [lora] trains, by our names in the whole model."""
+    assert config.lora
+    model = registry.empty_model(config.model, args)
+    apply_lora(model, config.lora)
+    names = dict[nn.Parameter, list[str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    return {first: Trained(tuple(p.shape), tuple(others)) for p, (first, *others) in names.items()}
+
+
+def load_initial_adapter(model: ParallelModel) -> None:
+    """Load model.adapter into the adapters, and what is trained whole. Collective.
+
+    Raises:
+        ConfigError: it is of other settings or another model.
+    """
+    config, folder = model.config, Path(os.path.expanduser(model.config.model.adapter))
+    assert config.lora
+    check_adapter(folder, config.lora)
+    load_adapter(folder, model.parts, trained_parameters(config, model.args), registry.hub_of(config.model))
+    logger.info("adapters from %s", folder)
+
+
+def write_adapter(saved: SavedModel, args: ModelArgs, out: Path, dtype: torch.dtype) -> None:
+    """Write a checkpoint's adapters, and what is trained whole beside them, as PEFT reads it.
+
+    Raises:
+        ConfigError: the format has no place for some of it.
+    """
+    config, hub = saved.config, registry.hub_of(saved.config.model)
+    assert config.lora
+    if config.training.router_bias_update:
+        raise ConfigError(
+            "PEFT's format has no place for the biases that training.router_bias_update changes",
+            fix="export the whole model: --merge",
+        )
+    names = peft_names(trained_parameters(config, args), hub)
+    tensors = saved.read(list(names))
+    by_peft_name = {name: tensors[our].to(dtype).clone() for our, found in names.items() for name in found}
+    whole = {name.removeprefix(PREFIX).rpartition(".")[0] for name in by_peft_name if not is_of_adapter(name)}
+    model = registry.empty_model(config.model, args)
+    adapted = find_targets(model, config.lora).adapted
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    values = adapter_config(
+        config.lora,
+        config.model.hub_checkpoint,
+        [hub_module(name, hub) for name in adapted],
+        [hub_module(name, hub) for name in linears if name not in adapted],
+        sorted(whole),
+    )
+    save_adapter(out, values, by_peft_name)
+
+
+Tensors = tuple[dict[str, tuple[torch.Size, torch.dtype]], Callable[[list[str]], dict[str, Tensor]]]
+
+
+def merged_tensors(saved: SavedModel, args: ModelArgs) -> Tensors:
+    """The tensors of a checkpoint's whole model, adapters added to their weights, and a function that computes some.
+
+    The model is in host memory, its frozen weights in bf16.
+
+    Raises:
+        ConfigError: as `load_adapted`.
+    """
+    model = registry.empty_model(saved.config.model, args)
+    load_adapted(model, saved)
+    state, sizes = merged_state(model), model.state_dict()
+    tensors = {name: (sizes[name].shape, torch.float32) for name in state}
+    return tensors, lambda names: {name: state[name]().detach() for name in names}
 
 
 def load_base(model: ParallelModel) -> None:

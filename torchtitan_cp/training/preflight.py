@@ -13,6 +13,7 @@ import torch
 
 from torchtitan_cp.attention.kernels import KERNELS, Case
 from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights
+from torchtitan_cp.checkpoint.peft import check_adapter
 from torchtitan_cp.checkpoint.progress import differing
 from torchtitan_cp.checkpoint.saved_run import read_saved_run
 from torchtitan_cp.config import Config, ConfigError
@@ -119,6 +120,8 @@ def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, d
         check_hub_weights(config, args, download=download)
         if config.model.checkpoint and not has_checkpoints(config):
             _check_run_weights(config, args)
+        if config.lora and config.model.adapter:
+            check_adapter(Path(os.path.expanduser(config.model.adapter)), config.lora)
     return args
 
 

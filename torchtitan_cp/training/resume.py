@@ -22,7 +22,7 @@ from torchtitan_cp.data.corpus.cache import PreparedCorpus
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
 from torchtitan_cp.runtime.consistency import flatten
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.adapters import adapter_identity, load_base, starts_from_weights
+from torchtitan_cp.training.adapters import adapter_identity, load_base, load_initial_adapter, starts_from_weights
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.preflight import check_hub_tokenizer
 from torchtitan_cp.training.rope_log import log_rope_notes
@@ -117,6 +117,8 @@ def resume(
             _start_from_run(model, stages)
         elif starts_from_weights(model.config):
             _start_from_hub(model, stages)
+        if model.config.model.adapter:
+            load_initial_adapter(model)
         if model.world.rank == 0:
             log_rope_notes(model.config, stages, model.args)
         return fresh

@@ -10,7 +10,7 @@ from torchtitan_cp.config import check as rules
 from torchtitan_cp.config.data import Data, DataSource, StageData
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.run import Evaluation, Health, Job, Passkey, Profiling
-from torchtitan_cp.config.sections import Curriculum, Stage, StageLR, Tokenizer
+from torchtitan_cp.config.sections import Curriculum, Model, Stage, StageLR, Tokenizer
 from torchtitan_cp.config.training import (
     Activation,
     Compile,
@@ -419,8 +419,13 @@ def test_handling_spikes_needs_a_threshold() -> None:
         (Lora(train=("norm", "")), {}, "lora.train[1] is empty"),
         (Lora(dropout=0.1), {}, "lora.dropout = 0.1 is not supported: a recomputed block, and each rank"),
         (Lora(), {"training": Training(float8="rowwise")}, "training.float8 = 'rowwise' and [lora] exclude each other"),
+        (
+            None,
+            {"model": Model(adapter="mine")},
+            "model.adapter = 'mine' is trained on by [lora], which this file lacks",
+        ),
         (Lora(), {"optimizer": Optimizer(name="muon")}, "optimizer.name = 'muon' orthogonalises steps of whole"),
     ],
 )
-def test_what_adapters_cannot_be_is_refused(lora: Lora, sections: dict[str, object], wanted: str) -> None:
+def test_what_adapters_cannot_be_is_refused(lora: Lora | None, sections: dict[str, object], wanted: str) -> None:
     assert wanted in refuse(config_with(lora=lora, **sections), 1)

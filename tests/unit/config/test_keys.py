@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[3]
 KEYS = """
 job.dump_folder job.description job.timeout_seconds job.startup_timeout_seconds job.max_restarts job.log_level
 model.architecture model.flavor model.overrides model.hub_checkpoint model.load_weights model.config
-model.checkpoint
+model.checkpoint model.adapter
 tokenizer.kind tokenizer.path tokenizer.bos tokenizer.vocab_size
 data.sources data.mixture data.max_epochs data.order data.packing data.packing_window data.document_mask
 data.restart_positions data.workers data.cache_folder data.source data.path data.subset data.split data.revision
