@@ -40,6 +40,35 @@ def find_targets(model: LanguageModel, lora: Lora) -> LoraTargets:
     return LoraTargets(adapted, tuple(name for name, parameter in model.named_parameters() if parameter in trained))
 
 
+class LoraCounts(NamedTuple):
+    """Numbers that [lora] trains in a whole model.
+
+    Attributes:
+        adapters: in adapters.
+        whole: in parameters that are trained whole.
+        whole_linear: those in matrices that multiply each token; of experts, the ones that it is sent to.
+    """
+
+    adapters: int
+    whole: int
+    whole_linear: float
+
+
+def count_trained(model: LanguageModel, lora: Lora, experts_share: float) -> LoraCounts:
+    """Count what [lora] trains in a whole model without adapters.
+
+    Args:
+        experts_share: experts of a layer that a token is sent to, over all of them.
+    """
+    found, modules = find_targets(model, lora), dict(model.named_modules())
+    adapters = sum(lora.rank * sum(modules[name].weight.shape) for name in found.adapted)
+    trained = [model.get_parameter(name) for name in found.trained]
+    matrices = {module.weight for module in modules.values() if isinstance(module, nn.Linear)}
+    experts = {parameter for module in model.experts.values() for parameter in module.parameters()}
+    linear = sum(p.numel() * (experts_share if p in experts else 1.0) for p in trained if p in matrices or p in experts)
+    return LoraCounts(adapters, sum(parameter.numel() for parameter in trained), linear)
+
+
 def check_targets(model: LanguageModel, lora: Lora) -> None:
     """Refuse a pattern of [lora] that finds nothing in the whole model, or what cannot have an adapter.
 

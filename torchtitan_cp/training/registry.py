@@ -27,7 +27,7 @@ from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.sections import Model
 from torchtitan_cp.config.training import Lora
 from torchtitan_cp.curriculum import ResolvedStage
-from torchtitan_cp.parallel.lora_targets import check_targets, find_targets
+from torchtitan_cp.parallel.lora_targets import LoraCounts, check_targets, count_trained, find_targets
 from torchtitan_cp.training.read_back import check_rotaries
 
 logger = logging.getLogger(__name__)
@@ -173,6 +173,11 @@ def trained_names(model: LanguageModel, lora: Lora | None) -> list[str]:
         return [name for name, _ in model.named_parameters()]
     check_targets(model, lora)
     return find_targets(model, lora).parameters
+
+
+def lora_counts(model: LanguageModel, args: ModelArgs, lora: Lora) -> LoraCounts:
+    """Numbers that [lora] trains in a whole model without adapters."""
+    return count_trained(model, lora, args.experts_per_token / max(1, args.n_experts))
 
 
 def model_args_of(model: Model) -> ModelArgs:
