@@ -161,6 +161,12 @@ def _check_lora(config: Config) -> None:
         )
     if lora is None:
         return
+    if config.model.checkpoint:
+        raise ConfigError(
+            f"model.checkpoint = {config.model.checkpoint!r} and [lora] exclude each other: adapters are of a model in "
+            "Hugging Face's format, by whose digest a resume knows it",
+            fix="export that run (torchtitan-cp export), and set model.hub_checkpoint to the folder it makes",
+        )
     for name in ("targets", "train"):
         for index, pattern in enumerate(getattr(lora, name)):
             if problem := _pattern_problem(pattern):

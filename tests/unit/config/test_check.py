@@ -424,6 +424,7 @@ def test_handling_spikes_needs_a_threshold() -> None:
             {"model": Model(adapter="mine")},
             "model.adapter = 'mine' is trained on by [lora], which this file lacks",
         ),
+        (Lora(), {"model": Model(checkpoint="run")}, "model.checkpoint = 'run' and [lora] exclude each other"),
         (Lora(), {"optimizer": Optimizer(name="muon")}, "optimizer.name = 'muon' orthogonalises steps of whole"),
     ],
 )
