@@ -1,6 +1,7 @@
 """Small real runs of the Trainer for tests: a tiny Llama on real text, on the ranks of a pool."""
 
 import json
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from models import ARCHITECTURES
+from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.micro_batches import MicroBatch, Samples, read_step
@@ -130,6 +132,7 @@ def run_to_end(trainer: Trainer) -> list[dict[str, Any]]:
 def train_and_first_gradients(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """On a rank: run to the end without checkpoints; its lines, and the full gradients its first step took."""
     trainer = prepared(path, "--checkpoint.enable=false", *overrides)
+    fill_adapters(trainer)
     forward_backward, first = trainer.forward_backward, dict[str, torch.Tensor]()
 
     def remembered(batches: tuple[MicroBatch, ...]) -> Any:
@@ -140,6 +143,16 @@ def train_and_first_gradients(path: Path, *overrides: str) -> tuple[list[dict[st
 
     trainer.forward_backward = remembered  # type: ignore[method-assign]
     return run_to_end(trainer), first
+
+
+@torch.no_grad()
+def fill_adapters(trainer: Trainer) -> None:
+    """On a rank: give the second matrices of adapters values that depend on their names alone, in place of zeros."""
+    for name, parameter in trainer.model.parts.named_parameters():
+        if name.endswith("lora_b"):
+            seed = zlib.crc32(name.partition(".")[2].encode())
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            local_tensor(parameter).copy_(0.05 * values[shard_slices(parameter)])
 
 
 def losses(lines: list[dict[str, Any]]) -> list[float]:

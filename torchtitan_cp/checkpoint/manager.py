@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from torchtitan_cp.attention.local_shard import find_shard, local_tensor
+from torchtitan_cp.checkpoint.base import frozen_names
 from torchtitan_cp.checkpoint.load import CheckpointReader, describe_failure, load_state
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 from torchtitan_cp.checkpoint.progress import Progress, read_progress
@@ -307,7 +308,7 @@ class CheckpointManager:
 
 
 def _state(parts: Parts, optimizers: Optimizers) -> STATE_DICT_TYPE:
-    """The tensors themselves, not copies, by the names they have in the whole model, whatever parts a rank has."""
+    """The tensors themselves, not copies, by the names they have in the whole model, without frozen weights."""
     state: STATE_DICT_TYPE = {"model": {}, "optimizer": {}}
     for part, optimizer in zip(parts, optimizers, strict=True):
         fresh = not optimizer.state
@@ -316,7 +317,8 @@ def _state(parts: Parts, optimizers: Optimizers) -> STATE_DICT_TYPE:
             for moments in optimizer.state.values():
                 if "step" in moments:
                     moments["step"].zero_()
-        state["model"].update(model_state)
+        frozen = frozen_names(part)
+        state["model"].update({name: x for name, x in model_state.items() if name not in frozen})
         state["optimizer"].update(optimizer_state)
     return state
 

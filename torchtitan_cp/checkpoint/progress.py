@@ -169,8 +169,9 @@ def check_identity(
     Raises:
         ConfigError: naming what differs.
     """
+    saved = {"lora": "none", **saved}  # earlier versions trained all weights
     for name, value in now.items():
-        if saved.get(name, value) == value:
+        if _compared(saved.get(name, value)) == _compared(value):
             continue
         was, is_now = differing(saved[name], value)
         differ, fix = f"was written with {name} {was}, and the config now gives {is_now}", "undo the change"
@@ -181,6 +182,11 @@ def check_identity(
             differ = f"was written with other tokens{of} than the config now gives{': ' * bool(why)}{why}"
             fix = "undo the change of the text, the tokenizer or their settings"
         raise ConfigError(f"{path} {differ}", fix=f"{fix}, or {otherwise}")
+
+
+def _compared(value: Json) -> Json:
+    """What of a value is compared: of files with a digest, that, as they may have moved."""
+    return value["digest"] if isinstance(value, dict) and "digest" in value else value
 
 
 def differing(was: Json, now: Json) -> tuple[Json, Json]:

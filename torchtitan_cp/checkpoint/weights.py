@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchtitan_cp.checkpoint.base import frozen_names
 from torchtitan_cp.checkpoint.load import CheckpointReader, load_state
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 from torchtitan_cp.checkpoint.saved_run import SavedRun, read_saved_run
@@ -66,10 +67,11 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
 
 
 def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
-    """Fill the parts of a model, sharded in any way; each rank reads its own shards. Collective.
+    """Fill the parts of a model but for frozen weights, sharded in any way; each rank reads its own shards. Collective.
 
     Raises:
         ConfigError: as `SavedModel.read`.
     """
     for part in parts:
-        load_state(saved.reader, {"model": part.state_dict()})
+        frozen = frozen_names(part)
+        load_state(saved.reader, {"model": {name: x for name, x in part.state_dict().items() if name not in frozen}})

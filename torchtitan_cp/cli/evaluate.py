@@ -29,6 +29,7 @@ from torchtitan_cp.data.corpus.tokenizer_files import find_tokenizers
 from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
 from torchtitan_cp.runtime.device import World, find_device, start_ranks, stop_ranks
+from torchtitan_cp.training.adapters import load_base, starts_from_weights
 from torchtitan_cp.training.preflight import check_kernel
 from torchtitan_cp.training.registry import args_from, hub_config, hub_folder, is_on_hub, model_args_of
 from torchtitan_cp.training.trainer import Trainer
@@ -129,8 +130,11 @@ def evaluate(
     else:
         trainer, progress = Trainer(config, world, args_from(config.model, saved.sizes), trains=False), saved.progress
         # Of another corpus, text that was trained on may be held out now.
-        identity = {name: value for name, value in trainer.progress.identity.items() if name.startswith("data")}
+        same = ("data", "lora", "base weights")
+        identity = {name: value for name, value in trainer.progress.identity.items() if name.startswith(same)}
         check_identity(progress.identity, identity, saved.path, "run this in the folder where training was started")
+        if config.lora and starts_from_weights(config):
+            load_base(trainer.model)
         load_weights(saved, trainer.model.parts)
     stage = trainer.stages[saved.stage_index if number is None else number]
     if depths:

@@ -20,11 +20,16 @@ def main(arguments: list[str]) -> int:
         default="float32",
         help="of the weights as written (default float32)",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run with [lora], write the whole model instead of its adapters",
+    )
     options = parser.parse_args(arguments)
 
     def write() -> int:
         try:
-            export(options.checkpoint, options.out, options.dtype)
+            export(options.checkpoint, options.out, options.dtype, merge=options.merge)
         except (OSError, SafetensorError) as error:
             problem = f"{options.out} cannot be written: {getattr(error, 'strerror', None) or error}"
             raise ConfigError(problem, fix="free some space, or give the path of a new folder") from None

@@ -25,6 +25,7 @@ from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.contract import LanguageModel
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.training.adapters import load_adapted
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.model import cast_parameters, set_rope
@@ -145,11 +146,14 @@ def load_model(saved: SavedModel, device: torch.device) -> LanguageModel:
     """The checkpoint's model on one device, in the run's compute dtype, with the rotary embedding of its last stage."""
     args = args_from(saved.config.model, saved.sizes)
     model = empty_model(saved.config.model, args, attend_cached)
-    names = [name for name in model.state_dict() if name in saved.tensors]
-    # A tied output is not among these names, and assigning unties it.
-    model.load_state_dict(saved.read(names), strict=False, assign=True)
-    if args.tie_embeddings:
-        model.output.weight = cast(nn.Parameter, model.tok_embeddings.weight)
+    if saved.config.lora:
+        load_adapted(model, saved)
+    else:
+        names = [name for name in model.state_dict() if name in saved.tensors]
+        # A tied output is not among these names, and assigning unties it.
+        model.load_state_dict(saved.read(names), strict=False, assign=True)
+        if args.tie_embeddings:
+            model.output.weight = cast(nn.Parameter, model.tok_embeddings.weight)
     cast_parameters(model.to(device), getattr(torch, saved.config.training.compute_dtype)).eval()
     set_rope(model, args, saved.stage.rope, saved.stage.seq_len, device)
     return model

@@ -65,6 +65,7 @@ def check_config(config: Config, stages: Stages, ranks: int) -> None:
         ConfigError: the first rule that is broken, with its fix.
     """
     _check_groups(config)
+    _check_lora(config)
     _check_passkey(config.evaluation.passkey)
     check_read_keys(config.tokenizer, "kind", "tokenizer")
     check_sources(config.data, has_tokenizer=not config.tokenizer.trained)
@@ -144,14 +145,58 @@ def _check_stage_sections(config: Config, stage: ResolvedStage, first: ResolvedS
 
 def _check_groups(config: Config) -> None:
     for index, rule in enumerate(config.optimizer.groups):
-        try:
-            re.compile(rule.match)
-        except re.error as error:
-            problem = f".match = {rule.match!r} is not a valid regular expression: {error}"
-        else:
-            problem = "" if rule.match else " has no match"
-        if problem:
-            raise ConfigError(f"optimizer.groups[{index}]{problem}", fix="write e.g. match = 'tok_embeddings|output'")
+        if problem := _pattern_problem(rule.match):
+            where = f"optimizer.groups[{index}]"
+            text = f"{where}.match {problem}" if rule.match else f"{where} has no match"
+            raise ConfigError(text, fix="write e.g. match = 'tok_embeddings|output'")
+
+
+def _check_lora(config: Config) -> None:
+    """Rules between [lora] and other sections; which modules it names is checked with the model."""
+    lora = config.lora
+    if lora is None and config.model.adapter:
+        raise ConfigError(
+            f"model.adapter = {config.model.adapter!r} is trained on by [lora], which this file lacks",
+            fix="add [lora] with its rank and alpha; to train all weights, merge it into the model first",
+        )
+    if lora is None:
+        return
+    if config.model.checkpoint:
+        raise ConfigError(
+            f"model.checkpoint = {config.model.checkpoint!r} and [lora] exclude each other: adapters are of a model in "
+            "Hugging Face's format, by whose digest a resume knows it",
+            fix="export that run (torchtitan-cp export), and set model.hub_checkpoint to the folder it makes",
+        )
+    for name in ("targets", "train"):
+        for index, pattern in enumerate(getattr(lora, name)):
+            if problem := _pattern_problem(pattern):
+                raise ConfigError(f"lora.{name}[{index}] {problem}", fix="write e.g. targets = ['attention', 'w2$']")
+    if lora.dropout:
+        raise ConfigError(
+            f"lora.dropout = {lora.dropout} is not supported: a recomputed block, and each rank that holds a part of a "
+            "sequence, would have to draw the same numbers again",
+            fix="leave it out; text that is read once needs none",
+        )
+    if config.training.float8 != "none":
+        raise ConfigError(
+            f"training.float8 = {config.training.float8!r} and [lora] exclude each other: torchao's layers have no "
+            "adapters",
+            fix="leave one of them out",
+        )
+    if config.optimizer.name == "muon":
+        raise ConfigError(
+            "optimizer.name = 'muon' orthogonalises steps of whole matrices, and an adapter is a product of two",
+            fix="use adamw with [lora]",
+        )
+
+
+def _pattern_problem(pattern: str) -> str:
+    """Why a regular expression cannot be used; empty if it can."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"= {pattern!r} is not a valid regular expression: {error}"
+    return "" if pattern else "is empty"
 
 
 def _check_passkey(settings: Passkey) -> None:

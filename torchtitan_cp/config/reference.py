@@ -7,7 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_cp.config.data import Data, DataSource, SourceKeys
 from torchtitan_cp.config.sections import Config, Curriculum, Stage
@@ -38,7 +38,8 @@ class Key(NamedTuple):
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
     """Each section in the order of the file: its header, its purpose, its keys."""
-    for name, kind in typing.get_type_hints(Config).items():
+    for name, hint in typing.get_type_hints(Config).items():
+        kind = _without_none(hint)
         tables = {f"[{name}]": kind}
         if kind is Data:
             tables["[data] for one source, or [[data.sources]] for several"] = DataSource
@@ -71,9 +72,7 @@ def help_texts(section: type) -> dict[str, str]:
 def _keys(section: "type[DataclassInstance]", prefix: str = "") -> Iterator[Key]:
     texts, hints = help_texts(section), typing.get_type_hints(section)
     for entry in dataclasses.fields(section):
-        kind = hints[entry.name]
-        optional = typing.get_origin(kind) is types.UnionType
-        kind = typing.get_args(kind)[0] if optional else kind
+        kind = _without_none(hints[entry.name])
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             yield from _keys(kind, f"{prefix}{entry.name}.")
             continue
@@ -82,6 +81,11 @@ def _keys(section: "type[DataclassInstance]", prefix: str = "") -> Iterator[Key]
         name = "list" if typing.get_origin(kind) is tuple else (typing.get_origin(kind) or kind).__name__
         default = {} if entry.default is dataclasses.MISSING else entry.default
         yield Key(prefix + entry.name, name, "" if default is None else json.dumps(default), help_text)
+
+
+def _without_none(kind: Any) -> Any:
+    """The type of a key or section that may be absent; other types as they are."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is types.UnionType else kind
 
 
 def as_text() -> str:

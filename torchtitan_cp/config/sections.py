@@ -18,6 +18,7 @@ from torchtitan_cp.config.training import (
     Activation,
     Compile,
     ContextParallel,
+    Lora,
     LRScheduler,
     Optimizer,
     Parallel,
@@ -42,6 +43,7 @@ class Model:
         config: config.json, or the folder it is in, whose sizes a model with fresh weights has
         checkpoint: folder of another run (its newest checkpoint), or one of its step-N folders, whose weights training
             starts from; what the file leaves out of [model], [tokenizer] and the stages' RoPE is that run's
+        adapter: folder of a PEFT adapter of hub_checkpoint, with which [lora] goes on
     """
 
     architecture: str = "llama"
@@ -50,6 +52,7 @@ class Model:
     hub_checkpoint: str = ""
     load_weights: bool = True
     config: str = ""
+    adapter: str = ""
     checkpoint: str = ""
 
     @property
@@ -158,6 +161,7 @@ class Config:
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
+    lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallel: Parallel = field(default_factory=Parallel)

@@ -1,8 +1,9 @@
-"""What a step computes, and how it is spread over ranks: [training], [optimizer], [parallel] and others.
+"""What a step computes, and how it is spread over ranks: [training], [lora], [optimizer], [parallel] and others.
 
 Sections of the TOML file, as in sections.py.
 """
 
+import math
 from dataclasses import dataclass
 
 from torchtitan_cp.config import names
@@ -42,6 +43,34 @@ class Training:
     z_loss: float = key(0.0, least=0)
     router_bias_update: float = key(0.0, least=0)
     loss_normalization: str = key("token", choices=("token", "conversation", "batch_tokens"))
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Train adapters of low rank beside frozen weights; without this section all weights are trained.
+
+    Attributes:
+        rank: rows of an adapter's matrix A, and columns of its B; both are fp32, and all frozen weights bf16
+        alpha: what an adapter adds is scaled by alpha / rank
+        rslora: scale by alpha / sqrt(rank) instead
+        targets: regular expressions found anywhere in the names of linear layers of the blocks; empty: all layers but
+            routers
+        train: regular expressions found anywhere in the names of modules whose own weights are trained whole, e.g.
+            ["norm", "tok_embeddings"]
+        dropout: only 0: recomputation and the ranks of a sequence would each have to draw the same numbers
+    """
+
+    rank: int = key(16, least=1)
+    alpha: float = key(32.0, least=0)
+    rslora: bool = False
+    targets: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    dropout: float = key(0.0, least=0, below=1)
+
+    @property
+    def scale(self) -> float:
+        """Factor of what an adapter adds. Sources: Hu et al., 2021; with rslora, Kalajdzievski, 2023."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ LONG_MATMUL_SECONDS = 0.01  # no larger size is tried after a matmul that takes 
 BELIEVABLE_MFU = 0.9
 
 
-def flops_per_token(args: ModelArgs, seq_len: int, keys: Sequence[float] | None = None) -> float:
+def flops_per_token(
+    args: ModelArgs, seq_len: int, keys: Sequence[float] | None = None, adapter_flops: float = 0.0
+) -> float:
     """FLOPs of training on one token: forward and twice that for backward, without recomputation.
 
     6 per weight; attention's two products cost 6 x Hq x (Dqk + Dv) per key; a recurrent state costs 6 per number and
@@ -38,8 +40,19 @@ def flops_per_token(args: ModelArgs, seq_len: int, keys: Sequence[float] | None 
 
     Args:
         keys: keys that a token sees in each layer, on average; None: as in one causal sequence.
+        adapter_flops: what adapters change; see `adapter_flops_per_token`.
     """
-    return 6.0 * (args.linear_parameters() + sum(_mixer_costs(args, seq_len, keys)))
+    return 6.0 * (args.linear_parameters() + sum(_mixer_costs(args, seq_len, keys))) + adapter_flops
+
+
+def adapter_flops_per_token(args: ModelArgs, adapters: int, whole: float) -> float:
+    """What [lora] adds to the FLOPs of a token, which is negative: frozen weights have no gradients, 2 per weight.
+
+    Args:
+        adapters: numbers in all adapters, 6 each.
+        whole: weights that multiply a token and are trained whole.
+    """
+    return 6.0 * adapters - 2.0 * (args.linear_parameters() - whole)
 
 
 def _mixer_costs(args: ModelArgs, seq_len: int, keys: Sequence[float] | None = None) -> list[float]:

@@ -52,7 +52,7 @@ def set_learning_rates(optimizer: Optimizer, lr: float) -> None:
 
 
 def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> Groups:
-    """Parameters with the same settings share a group. By default matrices decay, norms and biases do not."""
+    """Trained parameters with the same settings share a group. By default matrices decay, norms and biases do not."""
     blocks_only = OPTIMIZERS[settings.name].blocks_only
     blocks: Iterable[Tensor] = model.layers.parameters() if blocks_only else ()  # type: ignore[union-attr]
     # Experts are known by their module, as convolutions have three dims too.
@@ -60,6 +60,8 @@ def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> Groups:
     of_blocks = {parameter for parameter in blocks if parameter.ndim == 2 or parameter in experts}
     groups: dict[tuple[float, float, bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         rule = rule_of(name, settings.groups)
         # Biases of experts and norms of each head have two dims and are no matrices.
         is_matrix = parameter.ndim >= 2 and not re.search(r"bias$|norm\d*\.weight$", name)

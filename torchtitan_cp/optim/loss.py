@@ -111,24 +111,26 @@ class ChunkedCrossEntropy(nn.Module):
         weight: Tensor,
         gradients: bool = True,
     ) -> Losses:
-        """As forward, with labels and weights `[B S/cp]`; also the gradients of hidden states and output matrix."""
+        """As forward, with labels and weights `[B S/cp]`; also gradients of hidden states and of a trained matrix."""
         rows = hidden.flatten(0, 1)
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         z_sum = losses.new_zeros(())
         d_rows = torch.empty_like(rows) if gradients else None
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if gradients else None
+        trains_weight = gradients and weight.requires_grad
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if trains_weight else None
         chunk_losses = (None if vocabulary else self.compiled_losses) or ChunkedCrossEntropy._chunk_losses
         for start in range(0, len(labels), self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
             arguments = labels[chunk], weights[chunk], vocabulary, gradients
             losses[chunk], squares, largest, d_products = chunk_losses(self, rows[chunk] @ weight.t(), *arguments)
             z_sum += (squares * weights[chunk]).sum()
-            if d_rows is None or d_weight is None or d_products is None:  # without gradients
+            if d_rows is None or d_products is None:  # without gradients
                 continue
             if self.largest_logit is not None:
                 self.largest_logit.copy_(torch.maximum(self.largest_logit, largest))
             d_rows[chunk] = d_products @ weight
-            _add_product(d_weight, d_products.t(), rows[chunk])
+            if d_weight is not None:
+                _add_product(d_weight, d_products.t(), rows[chunk])
             del d_products  # frees it before the next chunk's is made
         return (losses * weights).sum() + self.z_loss * z_sum, losses, d_rows, d_weight
 
@@ -253,5 +255,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = gradients[0]
         # The hidden gradient is scaled in fp32: 1/tokens in bf16 would round each value twice.
         scaled = (d_hidden.float() * scale).to(d_hidden.dtype) if d_hidden.dtype != scale.dtype else d_hidden * scale
+        if d_weight is None:  # the output layer is frozen
+            return scaled, None, None
         # Cast in the product's kernel: a second fp32 matrix would set the step's peak memory.
         return scaled, torch.mul(d_weight, scale, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype)), None

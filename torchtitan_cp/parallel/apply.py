@@ -1,4 +1,4 @@
-"""Prepares a plain model to train on these ranks: tensor parallelism, recomputation, compile, FSDP, first weights."""
+"""Prepares a plain model to train on these ranks: adapters, tensor parallelism, recomputation, FSDP, first weights."""
 
 import hashlib
 import logging
@@ -21,6 +21,7 @@ from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.parallel.activation import checkpointed, tiled
 from torchtitan_cp.parallel.experts import shard_experts
 from torchtitan_cp.parallel.float8 import convert_linears
+from torchtitan_cp.parallel.lora import ADAPTER_NAMES, add_adapters, draw_adapter, freeze_base
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.offload import HostMemory
 from torchtitan_cp.parallel.tensor import apply_tensor_parallel, enable_async_tp
@@ -37,6 +38,8 @@ def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], 
     """
     if config.training.float8 != "none":
         convert_linears(model, config.training.float8, meshes.device_type)
+    if config.lora:
+        freeze_base(model, config.lora)
     if meshes.tp:
         apply_tensor_parallel(model, roles, meshes.tp)
         if config.parallel.async_tp:
@@ -44,6 +47,8 @@ def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], 
     experts = meshes.experts if getattr(model, "experts", None) else None
     if experts and config.parallel.ep > 1:
         shard_experts(model, experts[0])
+    if config.lora:
+        add_adapters(model, config.lora)  # sharded as their layers are by now
     if meshes.tp and config.compile.enable:
         # torch's cache on disk is keyed by whole DTensors (2.13): a rank could load code for another rank's device, or
         # for a shard of another size or kind. Source: pytorch/pytorch issue 188390.
@@ -155,7 +160,9 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
         parameter_seed = int.from_bytes(digest[:7], "big")
         # On the GPU even if weights are offloaded: the CPU's generator would draw different values.
         device = torch.device("cuda") if torch.cuda.is_available() else parameter.device
-        if hasattr(model, "init_parameter"):
+        if name.endswith(ADAPTER_NAMES):
+            values = draw_adapter(name, parameter, parameter_seed, device)
+        elif hasattr(model, "init_parameter"):
             values = model.init_parameter(name, parameter_seed, device)  # type: ignore[operator]
             if not loads and values.isnan().any():
                 raise ConfigError(

@@ -55,7 +55,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give each rank of a mesh its share of every layer's experts, dim 0 of their parameters; in place, on meta."""
     for experts in model.experts.values():  # type: ignore[operator]
         for name, parameter in list(experts.named_parameters(recurse=False)):
-            setattr(experts, name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+            sharded = distribute_tensor(parameter, mesh, [Shard(0)])
+            setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def dispatch_experts(model: nn.Module, sums: RoutingSums, group: ProcessGroup | None) -> None:

@@ -56,7 +56,8 @@ class PerHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, device_mesh, [Shard(0)])))
+            sharded = distribute_tensor(parameter, device_mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         module.register_forward_hook(lambda module, inputs, output: output.to_local())
         return module
 
@@ -97,7 +98,10 @@ def apply_tensor_parallel(model: LanguageModel, roles: Mapping[str, str], mesh: 
         for name, _ in model.named_modules()
         if fnmatch.fnmatchcase(name, pattern)
     }
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     parallelize_module(model, mesh, plan)
+    for name in frozen:  # torch's SequenceParallel makes parameters that require gradients
+        model.get_parameter(name).requires_grad_(False)
     if tied:
         model.output.weight = next(model.tok_embeddings.parameters())
     experts = {parameter for module in getattr(model, "experts", {}).values() for parameter in module.parameters()}

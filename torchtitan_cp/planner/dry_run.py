@@ -66,8 +66,10 @@ class DryModel(ParallelModel):
         super().__init__(run, world, meshes, stage)
         self.tracker, self.tp_and_pp = tracker, (stage.tp, stage.pp)
         for parameter in self.parts.parameters():
-            parameter.grad = torch.zeros_like(parameter)
             tracker.set_kind(parameter, "weights")
+            if not parameter.requires_grad:
+                continue
+            parameter.grad = torch.zeros_like(parameter)
             parameter.register_post_accumulate_grad_hook(lambda reduced: tracker.set_kind(reduced.grad, "gradients"))
         for optimizer in self.optimizers:
             optimizer.step()

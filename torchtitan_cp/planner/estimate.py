@@ -61,13 +61,14 @@ class Estimate(PlannedStage):
     def linear_flops(self) -> float:
         """FLOPs of a step over all ranks, forward and backward, without attention and recomputation."""
         no_keys = [0.0] * self.args.n_layers
-        return flops_per_token(self.args, self.stage.seq_len, no_keys) * self.stage.global_batch_tokens
+        changed = self.trained.flops if self.trained else 0.0
+        return flops_per_token(self.args, self.stage.seq_len, no_keys, changed) * self.stage.global_batch_tokens
 
     @property
     def attention_flops(self) -> float:
         """FLOPs of attention in a step, counted as a run counts them for its MFU."""
-        flops = flops_per_token(self.args, self.stage.seq_len) * self.stage.global_batch_tokens
-        return flops - self.linear_flops
+        linear = flops_per_token(self.args, self.stage.seq_len, [0.0] * self.args.n_layers)
+        return (flops_per_token(self.args, self.stage.seq_len) - linear) * self.stage.global_batch_tokens
 
     @cached_property
     def memory(self) -> Memory:
@@ -234,12 +235,16 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     tokens, tp, sequences = planned.tokens, planned.degrees.tp, planned.stage.micro_batch_sequences
     mode, tiles = config.activation.checkpoint, config.activation.mlp_tiles
     product_rate = cluster.rate(config.training.compute_dtype, cluster.accelerator.linear)
-    forward = 2 * planned.counts.active_matrices * tokens / product_rate
+    lora = planned.trained
+    weights = planned.counts.active_matrices + (lora.adapters if lora else 0.0)
+    # The backward computes gradients of inputs, and of those weights that are trained.
+    trained_weights = lora.active_block + lora.adapters if lora else weights
+    forward, backward = (2 * count * tokens / product_rate for count in (weights, weights + trained_weights))
     mlp = 2 * 3 * args.dim * args.active_ffn_dim / tp * tokens / product_rate
     again = 0.0 if mode in ("none", "selective") else forward
     if tiles > 1:  # each runs again for itself
         again += _tiles_again(planned) * mlp - (mlp if again else 0.0)
-    linear_backward = 2 * forward + again
+    linear_backward = backward + again
     scores = planned.mixer(window).head_dim * attention.pairs * sequences
     attention_forward = FORWARD_FLOPS * scores / rates.forward
     attention_backward = BACKWARD_FLOPS * scores / rates.backward + (attention_forward if mode == "full" else 0.0)
@@ -279,7 +284,7 @@ def _elementwise_bytes(planned: PlannedStage) -> float:
 
 def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
     """Seconds of a layer's gathers and reductions that its work does not hide; in a pipeline they come once a step."""
-    gather, reduce, reduce_last = _fsdp_seconds(planned, planned.gathered_block)
+    gather, reduce, reduce_last = _fsdp_seconds(planned, planned.gathered_block, planned.reduced_block)
     if planned.degrees.pp > 1:
         # If each forward frees the weights, the next one gathers them again.
         gathers = 1.0 if planned.config.parallel.fsdp_reshard == "always" else 1 / planned.stage.micro_batches
@@ -289,16 +294,16 @@ def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> flo
     return max(0.0, gather - forward) + others + (last - others) / planned.stage.micro_batches
 
 
-def _fsdp_seconds(planned: PlannedStage, parameters: float) -> tuple[float, float, float]:
-    """Time to gather parameters, to reduce their gradients, and to reduce those of a step's last micro-batch.
+def _fsdp_seconds(planned: PlannedStage, parameters: float, trained: float) -> tuple[float, float, float]:
+    """Time to gather parameters, to reduce gradients of the trained, and to reduce those of a step's last micro-batch.
 
     The gradients of the last micro-batch, or of all if `sync_replicas_once_per_step` is false, are also summed
     over replicas.
     """
     degrees, collective_seconds = planned.degrees, planned.cluster.collective_seconds
     gather = collective_seconds(parameters * planned.element_bytes, degrees.fsdp, degrees.tp)
-    reduce = collective_seconds(parameters * planned.reduce_bytes, degrees.fsdp, degrees.tp)
-    shard = parameters * planned.reduce_bytes / degrees.fsdp
+    reduce = collective_seconds(trained * planned.reduce_bytes, degrees.fsdp, degrees.tp)
+    shard = trained * planned.reduce_bytes / degrees.fsdp
     last = reduce + 2 * collective_seconds(shard, degrees.dp_replicate, degrees.tp * degrees.fsdp)
     return gather, reduce if planned.config.sync_replicas_once_per_step else last, last
 
@@ -312,9 +317,11 @@ def _outer_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, flo
     logits = tokens * matrix / args.dim * FP32_BYTES * LOGIT_PASSES * fused
     rate = cluster.rate(planned.config.training.compute_dtype, cluster.accelerator.linear)
     hidden = tokens * args.dim * planned.element_bytes
-    gather, reduce, reduce_last = _fsdp_seconds(planned, pp_rank.outer_parameters)
+    lora, ends = planned.trained, (pp_rank.is_first, pp_rank.is_last, args.tie_embeddings)
+    outer = lora.outer(*ends) if lora else pp_rank.outer_parameters
+    gather, reduce, reduce_last = _fsdp_seconds(planned, pp_rank.outer_parameters, outer)
     seconds = {
-        "linear layers": 6 * matrix * tokens * times / rate,
+        "linear layers": (6 if planned.trains_output else 4) * matrix * tokens * times / rate,
         "elementwise kernels": cluster.memory_seconds(logits) * times,
         "FSDP messages": gather + reduce_last + (gather + reduce) * (times - 1 if degrees.pp == 1 else 0),
         "tensor-parallel messages": 4 * cluster.collective_seconds(hidden, planned.degrees.tp, 1) * times,

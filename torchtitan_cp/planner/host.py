@@ -3,7 +3,7 @@
 import math
 
 from torchtitan_cp.data.batches.loader import READ_AHEAD
-from torchtitan_cp.planner.memory import block_bytes, kept_bytes, state_bytes
+from torchtitan_cp.planner.memory import block_bytes, kept_bytes, state_bytes, weight_bytes
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import FP32_BYTES
 
@@ -26,26 +26,26 @@ def host_memory(planned: PlannedStage) -> dict[str, float]:
 def _rank_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
     """Bytes by kind of one rank."""
     config, args = planned.config, planned.args
-    shard = pp_rank.parameters / planned.degrees.fsdp
+    weights, gradients = weight_bytes(planned, pp_rank), pp_rank.trained / planned.degrees.fsdp * FP32_BYTES
     moments = state_bytes(planned, pp_rank)
     # Most parameters are in matrices of the MLP.
     matrix = args.dim * args.ffn_dim * max(1, args.n_experts) / planned.degrees.tp / planned.degrees.fsdp
-    pinned_shard = shard * FP32_BYTES * pinned_ratio(matrix * FP32_BYTES)
+    pinned = pinned_ratio(matrix * FP32_BYTES)
     everything = config.parallel.fsdp_cpu_offload
     state = 0.0
     if everything:
         state = moments  # it is not pinned
     elif config.optimizer.offload_state:
-        state = moments * pinned_ratio(matrix * FP32_BYTES)
+        state = moments * pinned
     loaded = READ_AHEAD + 1
     return {
-        "weights": pinned_shard * everything,
-        "gradients": pinned_shard * everything,
+        "weights": weights * pinned * everything,
+        "gradients": gradients * pinned * everything,
         "optimizer": state,
         "activations": _activations(planned, pp_rank) if config.activation.offload else 0.0,
-        # As read, and pinned.
+        # As read, and pinned. A checkpoint has what is trained, which has as many bytes as its gradients.
         "batches": 2 * loaded * planned.stage.micro_batches * planned.tokens * TOKEN_BYTES,
-        "checkpoint": (shard * FP32_BYTES + moments) * (config.checkpoint.enable and config.checkpoint.asynchronous),
+        "checkpoint": (gradients + moments) * (config.checkpoint.enable and config.checkpoint.asynchronous),
     }
 
 

@@ -9,6 +9,7 @@ from torchtitan_cp.optim.optimizers import ADAMW, OPTIMIZERS
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import FP32_BYTES, RING, STRATEGY_COSTS
 
+BF16_BYTES = 2
 KINDS = ("weights", "gradients", "optimizer", "block_inputs", "attention", "mlp", "loss", "communication")
 
 
@@ -216,15 +217,20 @@ def _shards(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
     config, fsdp = planned.config, planned.degrees.fsdp
     if config.parallel.fsdp_cpu_offload:
         return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
-    shard = pp_rank.parameters / fsdp
+    trained = pp_rank.trained / fsdp * FP32_BYTES
     state = 0.0 if config.optimizer.offload_state else state_bytes(planned, pp_rank)
-    return {"weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state}
+    return {"weights": weight_bytes(planned, pp_rank), "gradients": trained, "optimizer": state}
+
+
+def weight_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> float:
+    """Bytes of a rank's shards of weights, wherever they are: fp32, and frozen ones bf16."""
+    return (pp_rank.trained * FP32_BYTES + pp_rank.frozen * BF16_BYTES) / planned.degrees.fsdp
 
 
 def state_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> float:
     """Bytes of a rank's optimizer state, wherever it is."""
     settings, fsdp = planned.config.optimizer, planned.degrees.fsdp
-    kind, shard = OPTIMIZERS[settings.name], pp_rank.parameters / fsdp
+    kind, shard = OPTIMIZERS[settings.name], pp_rank.trained / fsdp
     own = pp_rank.layers * planned.counts.matrices / fsdp if kind.blocks_only else shard
     return own * kind.state_bytes(settings) + (shard - own) * ADAMW.state_bytes(settings)
 
@@ -249,7 +255,7 @@ def _held_in_pipeline(planned: PlannedStage, pp_rank: PlannedRank) -> list[tuple
     if planned.degrees.pp == 1:
         return [(pp_rank.kept_layers, 0.0)]
     of_others = pp_rank.layers * (planned.gathered_block - planned.counts.block)  # experts of other ranks
-    whole = (pp_rank.parameters + of_others) * planned.reduce_bytes
+    whole = (pp_rank.trained + (0.0 if planned.trained else of_others)) * planned.reduce_bytes
     if pp_rank.kept_layers < pp_rank.layers * planned.stage.micro_batches:
         return [(pp_rank.kept_layers, whole)]
     return [(pp_rank.kept_layers, 0.0), (pp_rank.kept_layers - pp_rank.layers / pp_rank.pipeline_stages, whole)]
@@ -262,7 +268,7 @@ def _loss_phases(planned: PlannedStage, pp_rank: PlannedRank, weights: float) ->
     args, tp, c = planned.args, planned.degrees.tp, planned.element_bytes
     rows = -(-args.vocab_size // tp)
     copies = 0 if c == FP32_BYTES else c
-    matrix, hidden = rows * args.dim, planned.tokens * args.dim
+    matrix, hidden = rows * args.dim * planned.trains_output, planned.tokens * args.dim
     chunk = min(planned.config.training.loss_chunk_tokens, planned.tokens) * rows
     norm = hidden / tp * (c if planned.fused_norm else 2 * FP32_BYTES)
     # The products, and logits and probabilities in fp32; if compiled, the products and their gradient.
@@ -300,11 +306,12 @@ def _block_phases(
     """
     args, c, tp, activation = planned.args, planned.element_bytes, planned.degrees.tp, planned.config.activation
     mode, tiles = activation.checkpoint, activation.mlp_tiles
-    output = -(-args.vocab_size // tp) * args.dim * c if pp_rank.is_last else 0
+    output = -(-args.vocab_size // tp) * args.dim * c if pp_rank.is_last and planned.trains_output else 0
     # A block's whole gradients, and those of the previous one in transit; for experts that are wrapped apart only one
     # of the two. In a pipeline they add up until the step's end.
-    reduced = planned.gathered_block * (c + planned.reduce_bytes) + output
-    reduced -= planned.gathered_experts * min(c, planned.reduce_bytes)
+    reduced = planned.reduced_block * (c + planned.reduce_bytes) + output
+    if not planned.trained:
+        reduced -= planned.gathered_experts * min(c, planned.reduce_bytes)
     traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)
     recomputed = 0.0 if mode == "none" else 1.0
     gradient = block.stream  # of the layer's output, which is as large as its input

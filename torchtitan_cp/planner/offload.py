@@ -62,7 +62,7 @@ def _shard_seconds(planned: PlannedStage, parameters: float) -> tuple[float, flo
 
 def update_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
     """Seconds of the optimizer in a step, and what they take longer where its state is on the host."""
-    moved = pp_rank.parameters / planned.degrees.fsdp * FP32_BYTES * UPDATE_PASSES
+    moved = pp_rank.trained / planned.degrees.fsdp * FP32_BYTES * UPDATE_PASSES
     on_device = planned.cluster.memory_seconds(moved)
     seconds = {"optimizer": on_device}
     if planned.config.parallel.fsdp_cpu_offload:

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.contract import ModelArgs
 from torchtitan_cp.config.sections import Model
+from torchtitan_cp.config.training import Lora
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
+from torchtitan_cp.metrics.throughput import adapter_flops_per_token
+from torchtitan_cp.parallel.lora_targets import find_targets
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import with_defaults
 
@@ -52,6 +55,72 @@ class Parameters:
         """Parameters outside the layers, on a pipeline rank with the first layer (`is_first`) or last (`is_last`)."""
         embedding = self.embedding if is_first or (is_last and tied) else 0
         return embedding + (self.head if is_last else 0)
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """What [lora] trains on one tensor-parallel rank.
+
+    Attributes:
+        adapters: numbers in the adapters of one layer; the mean if layers differ.
+        block: weights of one layer that are trained whole; active_block: those of them that a token uses.
+        embedding, head: the same outside of the layers, as in Parameters.
+        output: whether the output matrix is trained.
+        flops: what [lora] adds to the FLOPs of a token, on all ranks.
+    """
+
+    adapters: float
+    block: float
+    active_block: float
+    embedding: int
+    head: int
+    output: bool
+    flops: float
+
+    def outer(self, is_first: bool, is_last: bool, tied: bool) -> int:
+        """As of Parameters."""
+        return (self.embedding if is_first or (is_last and tied) else 0) + (self.head if is_last else 0)
+
+
+@lru_cache(maxsize=64)
+def count_trained_parameters(architecture: str, args: ModelArgs, lora: Lora, tp: int = 1) -> TrainedParameters:
+    """What [lora] trains of a model with `vocab_size` set, on one of `tp` ranks that share its matrices."""
+    section = Model(architecture=architecture)
+    model, roles = registry.empty_model(section, args), registry.architecture(section).sharding
+    found, counts, layers = find_targets(model, lora), registry.lora_counts(model, args, lora), args.n_layers
+    adapters = sum(_adapter_on_rank(model.get_submodule(name), name, lora.rank, roles, tp) for name in found.adapted)
+    in_layers, experts = set(model.layers.parameters()), {p for m in model.experts.values() for p in m.parameters()}
+    block, active, embedding, head = 0.0, 0.0, 0, 0
+    for name in found.trained:
+        parameter = model.get_parameter(name)
+        module = name.rpartition(".")[0]
+        matrix = parameter.dim() > 1 and "bias" not in name
+        split = matrix and parameter in in_layers
+        size = parameter.numel() // tp if split else _on_rank(_Tensors([_rows(parameter, module, roles)]), tp)
+        if parameter in in_layers:
+            block += size
+            active += matrix * size * (args.experts_per_token / args.n_experts if parameter in experts else 1.0)
+        elif (parameter is model.output.weight and not args.tie_embeddings) or parameter.dim() == 1:
+            head += size
+        else:
+            embedding += size
+    return TrainedParameters(
+        adapters=adapters / layers,
+        block=block / layers,
+        active_block=active / layers,
+        embedding=embedding,
+        head=head,
+        output=any(model.get_parameter(name) is model.output.weight for name in found.trained),
+        flops=adapter_flops_per_token(args, counts.adapters, counts.whole_linear),
+    )
+
+
+def _adapter_on_rank(layer: nn.Module, name: str, rank: int, roles: Mapping[str, str], tp: int) -> int:
+    """Numbers in the adapter of a linear layer, whose B or A tensor-parallel ranks share as they share the layer."""
+    assert isinstance(layer, nn.Linear)
+    role = next((role for pattern, role in roles.items() if fnmatchcase(name, pattern)), "")
+    rows, columns = layer.weight.shape
+    return rank * (rows // (tp if role == "column" else 1) + columns // (tp if role == "row" else 1))
 
 
 def count_parameters(model: Model, args: ModelArgs, tp: int = 1) -> Parameters:

@@ -14,7 +14,12 @@ from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.parallel.pipeline_stages import PipelineStages, plan_pipeline
 from torchtitan_cp.planner.devices import Cluster
-from torchtitan_cp.planner.parameters import Parameters, count_parameters
+from torchtitan_cp.planner.parameters import (
+    Parameters,
+    TrainedParameters,
+    count_parameters,
+    count_trained_parameters,
+)
 from torchtitan_cp.planner.strategy_costs import Heads, LayerCost, Rates, busiest_layer
 
 MASKING_KEYS = ("document_mask", "short_share", "growth_from")  # keys of a stage's data that allow fewer pairs
@@ -31,6 +36,7 @@ class PlannedRank:
         kept_layers: layers times the micro-batches whose activations are held at once.
         is_first, is_last: whether it has the embedding before the first layer, and the output layer.
         outer_parameters: of embedding, last norm and output, before FSDP shards them; parameters: all of the rank's.
+        trained: numbers that are trained, adapters among them; frozen: parameters that are not.
     """
 
     layers: int
@@ -41,6 +47,8 @@ class PlannedRank:
     is_last: bool
     outer_parameters: int
     parameters: int
+    trained: float
+    frozen: float
 
 
 @dataclass(frozen=True)
@@ -88,9 +96,28 @@ class PlannedStage:
         return count_parameters(self.config.model, self.args, self.degrees.tp)
 
     @cached_property
+    def trained(self) -> TrainedParameters | None:
+        """What [lora] trains on a tensor-parallel rank; None: all parameters."""
+        lora = self.config.lora
+        if lora is None:
+            return None
+        return count_trained_parameters(self.config.model.architecture, self.args, lora, self.degrees.tp)
+
+    @property
+    def trains_output(self) -> bool:
+        """Whether the output matrix has a gradient."""
+        return self.trained is None or self.trained.output
+
+    @cached_property
     def gathered_block(self) -> float:
         """Parameters of a layer that a rank gathers: all but other ranks' experts, which tp does not split."""
-        return self.counts.block + self.counts.experts * (self.degrees.tp / self.degrees.ep - 1)
+        adapters = self.trained.adapters if self.trained else 0.0
+        return self.counts.block + self.counts.experts * (self.degrees.tp / self.degrees.ep - 1) + adapters
+
+    @cached_property
+    def reduced_block(self) -> float:
+        """Parameters of a layer whose gradients a rank reduces."""
+        return self.trained.block + self.trained.adapters if self.trained else self.gathered_block
 
     @cached_property
     def gathered_experts(self) -> float:
@@ -135,7 +162,12 @@ class PlannedStage:
         is_first, is_last = 0 in numbers, len(pipeline.owner) - 1 in numbers
         outer = counts.outer(is_first, is_last, self.args.tie_embeddings)
         parameters = len(layers) * counts.block + outer
-        return PlannedRank(len(layers), windows, len(numbers), kept, is_first, is_last, outer, parameters)
+        trained, frozen = float(parameters), 0.0
+        if lora := self.trained:
+            whole = len(layers) * lora.block + lora.outer(is_first, is_last, self.args.tie_embeddings)
+            trained, frozen = whole + len(layers) * lora.adapters, parameters - whole
+        of_rank = outer, parameters, trained, frozen
+        return PlannedRank(len(layers), windows, len(numbers), kept, is_first, is_last, *of_rank)
 
     def _waiting_forwards(self, rank: int, per_rank: int) -> int:
         """Most forwards of pipeline stages that wait for their backward on a rank. Source: Narayanan et al., 2021."""

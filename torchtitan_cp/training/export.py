@@ -35,6 +35,7 @@ from torchtitan_cp.data.corpus.store import read_json, write_json
 from torchtitan_cp.data.corpus.tokenizer import SPACE_MARK, SentencePieceTokenizer, Tokenizer, tokenizer_files
 from torchtitan_cp.data.corpus.tokenizer_files import MAP_FILE, read_tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
+from torchtitan_cp.training.adapters import merged_tensors, write_adapter
 from torchtitan_cp.training.chat import chat_templates_of, end_tokens_of
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.read_back import check_rotaries, knows
@@ -112,21 +113,29 @@ def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: thread
                 logger.error("NO EXPORT of %s: %s. The next start of the run tries again", checkpoint, error)
 
 
-def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Tokenizer | None = None) -> None:
+def export(
+    checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Tokenizer | None = None, *, merge: bool = False
+) -> None:
     """Write weights, config.json, generation_config.json, tokenizer and chat template; after a failure, none of them.
+
+    Of a run with [lora] the weights are its adapters, in PEFT's format.
 
     Args:
         checkpoint: a step-N folder, or a run's folder.
         out: must not exist.
         dtype: of the weights as written; float32 keeps them as they were trained.
         tokenizer: with which the checkpoint was trained; None: it is loaded as the config says.
+        merge: add the adapters to the weights beside them, and write the whole model.
 
     Raises:
-        UserError: there is no intact checkpoint, the format cannot express the model, or `out` exists.
+        UserError: there is no intact checkpoint, or no adapters to merge, the format cannot express the model, or `out`
+            exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already", fix="give a new folder")
     saved = open_saved_model(checkpoint)
+    if merge and saved.config.lora is None:
+        raise ConfigError(f"{saved.path} has no adapters to merge", fix="leave out --merge")
     args = args_from(saved.config.model, saved.sizes)
     hub = hub_of(saved.config.model)
     length = _length(saved, args)
@@ -137,7 +146,11 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        _write_weights(saved, to_hub, _kept_tensors(saved, args), unfinished, getattr(torch, dtype))
+        if saved.config.lora and not merge:
+            write_adapter(saved, args, unfinished, getattr(torch, dtype))
+        else:
+            tensors = merged_tensors(saved, args) if merge else (saved.tensors, saved.read)
+            _write_weights(*tensors, to_hub, _kept_tensors(saved, args), unfinished, getattr(torch, dtype))
         _write_settings(saved, config, args, length, tokenizer, dtype, unfinished)
         _read_back(saved, args, unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
@@ -193,16 +206,27 @@ def _kept_tensors(saved: SavedModel, args: ModelArgs) -> dict[str, StoredTensor]
 
 
 def _write_weights(
-    saved: SavedModel, to_hub: ToHub, kept: dict[str, StoredTensor], out: Path, dtype: torch.dtype
+    tensors: Mapping[str, tuple[torch.Size, torch.dtype]],
+    read_ours: Callable[[list[str]], dict[str, Tensor]],
+    to_hub: ToHub,
+    kept: dict[str, StoredTensor],
+    out: Path,
+    dtype: torch.dtype,
 ) -> None:
+    """Write a whole model.
+
+    Args:
+        tensors: our name -> (size, dtype).
+        read_ours: our names -> whole tensors on the host.
+    """
     sources, sizes = dict[str, str](), dict[str, int]()
-    for name, (size, saved_dtype) in saved.tensors.items():
+    for name, (size, saved_dtype) in tensors.items():
         for hub_name, tensor in to_hub(name, torch.empty(size, dtype=saved_dtype, device="meta"), dtype).items():
             sources[hub_name], sizes[hub_name] = name, tensor.nbytes
     sizes |= {name: stored_bytes(tensor) for name, tensor in kept.items()}
 
     def read(hub_names: list[str]) -> dict[str, Tensor]:
-        values = saved.read(list({sources[hub_name] for hub_name in hub_names if hub_name in sources}))
+        values = read_ours(list({sources[hub_name] for hub_name in hub_names if hub_name in sources}))
         converted: dict[str, Tensor] = {name: kept[name][:] for name in hub_names if name in kept}
         for name in list(values):
             tensors = to_hub(name, values.pop(name), dtype)

@@ -1,6 +1,6 @@
 """The model on this rank: its parts, sharded and filled, their optimizers, and what a stage of the curriculum sets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar, cast
@@ -20,7 +20,7 @@ from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.training import Compile
 from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
-from torchtitan_cp.metrics.throughput import layer_costs
+from torchtitan_cp.metrics.throughput import adapter_flops_per_token, flops_per_token, layer_costs
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.clip import scale_gradients, square_norms
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
@@ -28,6 +28,7 @@ from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.rules import check_rules
 from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
 from torchtitan_cp.parallel.experts import Routing, RoutingSums, dispatch_experts
+from torchtitan_cp.parallel.lora_targets import check_pipeline_targets
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Forward, Pipeline
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline
@@ -165,6 +166,9 @@ class ParallelModel:
     Attributes:
         parts: modules, in order of their layers.
         optimizers: one for each part.
+        parameter_count, parameter_names: of the whole model without adapters.
+        lora_counts: what [lora] trains; None without it.
+        trained_names: of all parameters of the whole model that are trained; with [lora] adapters are among them.
         pipeline: None without pipeline parallelism.
         token_loss: the loss of the last part.
         routing: adds up what this rank's routers choose; empty without experts.
@@ -191,12 +195,16 @@ class ParallelModel:
         for number in self.layers.of_rank(mesh.get_local_rank()):
             part = registry.empty_model(config.model, args, self.attend)
             whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
+            self.trained_names = registry.trained_names(part, config.lora)
+            self.lora_counts = registry.lora_counts(part, args, config.lora) if config.lora else None
             part.keep_layers(*self.layers.layers[number])
             parallelize(part, meshes, sharding, run.config_of(stage))
             dispatch_experts(part, self.routing, experts[0].get_group() if experts else None)
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
-        check_rules(config.optimizer.groups, self.parameter_names)
+        check_rules(config.optimizer.groups, self.trained_names)
+        if config.lora and mesh.size() > 1:
+            check_pipeline_targets(self.trained_names, self.layers.layers)
         self.reset_optimizers()
         chunk, z_loss = config.training.loss_chunk_tokens, config.training.z_loss
         self.token_loss = ChunkedCrossEntropy(
@@ -389,8 +397,10 @@ class ParallelModel:
     def memory_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients (which exist from backward to update) and optimizer state."""
         weights = sum(local_tensor(parameter).nbytes for parameter in self.parts.parameters())
+        trained = (parameter for parameter in self.parts.parameters() if parameter.requires_grad)
+        gradients = sum(local_tensor(parameter).nbytes for parameter in trained)
         kept = sum(local_tensor(state).nbytes for state in self.state_tensors())
-        return {"weights": weights, "gradients": weights, "optimizer": kept}
+        return {"weights": weights, "gradients": gradients, "optimizer": kept}
 
     def state_tensors(self) -> Iterator[Tensor]:
         """Tensors of this rank's optimizer state."""
@@ -414,6 +424,12 @@ class ParallelModel:
         for _, parameter in self.pipeline.unique_parameters() if self.pipeline else self.parts[0].named_parameters():
             groups[numbers.get(parameter, -1)].append(parameter)
         return groups
+
+    def flops_per_token(self, seq_len: int, keys: Sequence[float] | None = None) -> float:
+        """FLOPs of training on one token; see `metrics.throughput.flops_per_token`."""
+        counts = self.lora_counts
+        changed = adapter_flops_per_token(self.args, counts.adapters, counts.whole_linear) if counts else 0.0
+        return flops_per_token(self.args, seq_len, keys, changed)
 
     def reads_same_batch_as(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""

@@ -13,6 +13,7 @@ import torch
 
 from torchtitan_cp.attention.kernels import KERNELS, Case
 from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, check_weights
+from torchtitan_cp.checkpoint.peft import check_adapter
 from torchtitan_cp.checkpoint.progress import differing
 from torchtitan_cp.checkpoint.saved_run import read_saved_run
 from torchtitan_cp.config import Config, ConfigError
@@ -104,9 +105,9 @@ def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, d
         check_float8(config.training.float8, device)
     if config.optimizer.state == "8bit":
         import_extra("torchao.optim", extra="float8", needed_by="optimizer.state = '8bit'")
-    if config.optimizer.groups:
-        model = registry.empty_model(config.model, args)
-        check_rules(config.optimizer.groups, [name for name, _ in model.named_parameters()])
+    if config.optimizer.groups or config.lora:
+        names = registry.trained_names(registry.empty_model(config.model, args), config.lora)
+        check_rules(config.optimizer.groups, names)
     if trains:
         if config.metrics.wandb:
             import_extra("wandb", extra="wandb", needed_by="metrics.wandb")
@@ -119,6 +120,8 @@ def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, d
         check_hub_weights(config, args, download=download)
         if config.model.checkpoint and not has_checkpoints(config):
             _check_run_weights(config, args)
+        if config.lora and config.model.adapter:
+            check_adapter(Path(os.path.expanduser(config.model.adapter)), config.lora)
     return args
 
 
@@ -151,7 +154,7 @@ def check_kernel(config: Config, args: ModelArgs, device: str) -> None:
 
 
 def check_hub_weights(config: Config, args: ModelArgs, *, download: bool = False) -> None:
-    """Check that the weights of model.hub_checkpoint are whole and fit these args, unless the run resumes.
+    """Check that the weights of model.hub_checkpoint are whole and fit these args, if the run loads them.
 
     Args:
         download: those of a name on the hub are downloaded first; otherwise only its list of files is looked at.
@@ -160,19 +163,28 @@ def check_hub_weights(config: Config, args: ModelArgs, *, download: bool = False
         ConfigError: there are none, they are damaged, or of another model.
     """
     model = config.model
-    if not _begins_with_hub_weights(config):
+    if not _loads_hub_weights(config):
         return
-    if registry.is_on_hub(model) and not download:
-        registry.check_files_on_hub(model)
-    else:
-        folder = registry.hub_folder(model, WEIGHT_FILES)
-        check_weights(folder, registry.empty_model(model, args), registry.hub_of(model))
+    try:
+        if registry.is_on_hub(model) and not download:
+            registry.check_files_on_hub(model)
+        else:
+            folder = registry.hub_folder(model, WEIGHT_FILES)
+            check_weights(folder, registry.empty_model(model, args), registry.hub_of(model))
+    except ConfigError as error:
+        if not has_checkpoints(config):
+            raise
+        raise ConfigError(
+            f"the checkpoints in {config.job.dump_folder} hold adapters alone, and the weights that they adapt are "
+            f"missing: {error.message}",
+            fix=error.fix,
+        ) from None
 
 
-def _begins_with_hub_weights(config: Config) -> bool:
-    """Whether the run loads model.hub_checkpoint: it does not resume, and starts from no other run."""
-    model = config.model
-    return bool(model.hub_checkpoint and model.load_weights and not model.checkpoint) and not has_checkpoints(config)
+def _loads_hub_weights(config: Config) -> bool:
+    """Whether the run loads model.hub_checkpoint: it does not resume, or has only adapters in its checkpoints."""
+    loads = config.model.loads_weights and not config.model.checkpoint
+    return loads and (config.lora is not None or not has_checkpoints(config))
 
 
 def _check_run_weights(config: Config, args: ModelArgs) -> None:
@@ -225,7 +237,7 @@ def check_hub_tokenizer(config: Config) -> None:
     Raises:
         UserError: naming the tokenizer, and the first id that differs.
     """
-    if not _begins_with_hub_weights(config):
+    if not _loads_hub_weights(config):
         return
     settings, name = config.tokenizer, config.model.hub_checkpoint
     start = registry.start_folder(config.model)

@@ -25,7 +25,9 @@ from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.sections import Model
+from torchtitan_cp.config.training import Lora
 from torchtitan_cp.curriculum import ResolvedStage
+from torchtitan_cp.parallel.lora_targets import LoraCounts, check_targets, count_trained, find_targets
 from torchtitan_cp.training.read_back import check_rotaries
 
 logger = logging.getLogger(__name__)
@@ -159,6 +161,23 @@ def _check_lacks(config: Config, stage: ResolvedStage) -> None:
                 f"{key} is not supported by the architecture {config.model.architecture!r}: {reason}",
                 fix=f"set {key} = {str(off).lower()}, or use another model.architecture",
             )
+
+
+def trained_names(model: LanguageModel, lora: Lora | None) -> list[str]:
+    """Names of all parameters that are trained, of a whole model without adapters.
+
+    Raises:
+        ConfigError: a pattern of [lora] finds nothing.
+    """
+    if lora is None:
+        return [name for name, _ in model.named_parameters()]
+    check_targets(model, lora)
+    return find_targets(model, lora).parameters
+
+
+def lora_counts(model: LanguageModel, args: ModelArgs, lora: Lora) -> LoraCounts:
+    """Numbers that [lora] trains in a whole model without adapters."""
+    return count_trained(model, lora, args.experts_per_token / max(1, args.n_experts))
 
 
 def model_args_of(model: Model) -> ModelArgs:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts
 from torchtitan_cp.checkpoint.hub_rope import rope_changes
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
@@ -23,6 +22,7 @@ from torchtitan_cp.data.corpus.cache import PreparedCorpus
 from torchtitan_cp.optim.optimizers import OPTIMIZERS
 from torchtitan_cp.runtime.consistency import flatten
 from torchtitan_cp.training import registry
+from torchtitan_cp.training.adapters import adapter_identity, load_base, load_initial_adapter, starts_from_weights
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.preflight import check_hub_tokenizer
 from torchtitan_cp.training.rope_log import log_rope_notes
@@ -68,7 +68,7 @@ def find_first_stage(saved: Saved | None, stages: Stages) -> ResolvedStage:
 
 
 def identity_of(config: Config, args: ModelArgs, tp: int) -> JsonObject:
-    """What must be the same to resume a run, apart from its data.
+    """What must be the same to resume a run, apart from its data. The weights beside adapters are read for it.
 
     Args:
         args: with the vocabulary set, as its sizes are compared.
@@ -77,6 +77,7 @@ def identity_of(config: Config, args: ModelArgs, tp: int) -> JsonObject:
     return {
         "model": registry.sizes_of(args),
         "seed": config.training.seed,
+        **adapter_identity(config),
         **OPTIMIZERS[config.optimizer.name].identity(config.optimizer, args.n_experts, tp),
     }
 
@@ -114,8 +115,10 @@ def resume(
     if saved is None:
         if model.config.model.checkpoint:
             _start_from_run(model, stages)
-        elif model.config.model.loads_weights:
+        elif starts_from_weights(model.config):
             _start_from_hub(model, stages)
+        if model.config.model.adapter:
+            load_initial_adapter(model)
         if model.world.rank == 0:
             log_rope_notes(model.config, stages, model.args)
         return fresh
@@ -125,6 +128,8 @@ def resume(
     check_identity(saved_progress.identity, fresh.identity, path, data_changes=why)
     if changed := _changes(_data_order(saved_progress), _data_order(fresh)):
         warn("%s: the data order changes from here, and some text may be read twice", ", ".join(changed))
+    if model.config.lora and starts_from_weights(model.config):
+        load_base(model)
     checkpoints.load(path, model.parts, model.optimizers)
     progress = saved_progress.under_config_of(fresh)
     logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
@@ -156,9 +161,7 @@ def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
     """Load the weights of model.hub_checkpoint, and log which stages use another rotary embedding than they did."""
     settings = model.config.model
     check_hub_tokenizer(model.config)
-    folder = registry.hub_folder(settings, WEIGHT_FILES)
-    load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings))
-    logger.info("weights from %s", folder)
+    load_base(model)
     config = registry.start_config(settings, model.args)
     for number, stage in enumerate(stages, 1):
         if stage.rope and (changed := rope_changes(config, stage.rope, model.args.rotary_dim)):

@@ -30,7 +30,7 @@ from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
 from torchtitan_cp.metrics.step_record import StepRecord
 from torchtitan_cp.metrics.tensorboard_sink import TENSORBOARD_FOLDER
-from torchtitan_cp.metrics.throughput import find_peak, flops_per_token, imbalance, keys_sent, mean_keys
+from torchtitan_cp.metrics.throughput import find_peak, imbalance, keys_sent, mean_keys
 from torchtitan_cp.parallel.experts import Routing
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.evaluation_history import Curves, EvaluationHistory
@@ -100,13 +100,19 @@ class RunRecorder:
         model_name = config.model.flavor or Path(config.model.hub_checkpoint or config.model.config).stem
         log.say(
             f"{config.model.architecture} {model_name}: "
-            f"{self.model.parameter_count:,} parameters on "
+            f"{self.model.parameter_count:,} parameters{self._trained()} on "
             f"{self.world.size} x {device.name}, {device.backend}, compute in {config.training.compute_dtype}\n"
             f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"
             f"{self.model.meshes.summary()}\n"
             f"{statistics_table({name: source.statistics for name, source in self.data.corpus.sources.items()})}"
         )
         log.console.bar.start()
+
+    def _trained(self) -> str:
+        """What [lora] trains of the parameters; empty without it."""
+        counts = self.model.lora_counts
+        whole = f" and {counts.whole:,} of them" * bool(counts.whole) if counts else ""
+        return f" (trained: {counts.adapters:,} more in adapters{whole})" if counts else ""
 
     def start_stage(self, stage: ResolvedStage, progress: Progress, batch: MicroBatch, seconds: float) -> None:
         """Describe the stage, and draw which rank computes which tiles of a sequence if several ranks share it.
@@ -195,7 +201,7 @@ class RunRecorder:
             lr=lr,
             tokens_per_second=speed,
             tokens_per_second_per_rank=speed / self.world.size,
-            mfu=self._mfu(speed, flops_per_token(self.model.args, stage.seq_len)),
+            mfu=self._mfu(speed, self.model.flops_per_token(stage.seq_len)),
             peak_memory_bytes=report.peak_memory_bytes,
             data_wait_seconds=waited,
             step_seconds=seconds,
@@ -227,7 +233,7 @@ class RunRecorder:
         self.stage_losses.sums += self.step_losses.sums
         windows = [mixer.window for mixer in self.model.args.mixers]
         keys = {window: fmean(mean_keys(batch.plans[window]) for batch in self.micro_batches) for window in windows}
-        flops = flops_per_token(self.model.args, stage.seq_len, [keys[window] for window in windows])
+        flops = self.model.flops_per_token(stage.seq_len, [keys[window] for window in windows])
         memory = self.model.memory_by_kind()
         other = max(0, self.world.device.peak_memory_bytes() - sum(memory.values()))
         self._warn_of_full_memory()

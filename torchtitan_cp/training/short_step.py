@@ -23,6 +23,7 @@ from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, Samples, assign_sequences, collate, read_step
+from torchtitan_cp.parallel.lora import apply_lora
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import LayerAttention, cast_parameters, set_rope
@@ -192,6 +193,8 @@ def single_model(
     """The whole model on this rank, with these weights and this attention."""
     args, device = trainer.model.args, trainer.device.device
     model = registry.architecture(trainer.config.model).build(args, attention)
+    if trainer.config.lora:
+        apply_lora(model, trainer.config.lora)
     model.load_state_dict(weights, strict=False)
     cast_parameters(model.to(device), dtype)
     set_rope(model, args, stage.rope, stage.seq_len, device)

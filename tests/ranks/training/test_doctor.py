@@ -30,6 +30,12 @@ def test_an_architecture_of_ours_is_safe(ranks: Callable[[int], RankPool], tmp_p
 
 
 @pytest.mark.deep
+def test_adapters_are_safe(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    safe, printed = ranks(2)(diagnose, write_run(tmp_path), "", "--lora.rank=4", "--lora.train=['norm']")[0]
+    assert safe, printed
+
+
+@pytest.mark.deep
 def test_experts_are_safe_where_the_run_has_a_z_loss(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     safe, printed = ranks(2)(diagnose, write_run(tmp_path, EXPERTS), "", "--training.z_loss=1e-2")[0]
     assert safe, printed

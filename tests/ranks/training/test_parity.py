@@ -54,6 +54,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "shared experts": (*EXPERTS, FOUR_LAYERS, "model.overrides.n_shared_experts=2", "model.overrides.balance=0.0"),
     "routers": ROUTED,
     "Qwen3.5": HYBRID_MODEL,
+    "adapters": (FOUR_LAYERS, QK_NORM, "lora.rank=6", "lora.train=['norm', 'tok_embeddings']"),
+    "adapters, experts": (*EXPERTS, "lora.rank=6", "lora.train=['router', 'norm']"),
 }
 
 
@@ -177,6 +179,13 @@ LAYOUTS = {
     "PP 2, interleaved zero bubble, routers": Layout(2, "pp=2 pp_schedule=interleaved_zero_bubble", "", "routers"),
     "PP 2 x CP 2, EP 2, interleaved, routers": Layout(4, "pp=2 cp=2 ep=2 pp_schedule=interleaved_1f1b", "", "routers"),
     "PP 2 x CP 2 x TP 2, EP 2, recomputed, routers": Layout(8, "pp=2 cp=2 tp=2 ep=2", FULL, "routers"),
+    # Adapters of low rank beside frozen weights.
+    "FSDP 2, adapters": Layout(2, "", "", "adapters"),
+    "CP 2, compiled, adapters": Layout(2, "cp=2", COMPILED, "adapters"),
+    "PP 2 x TP 2, adapters": Layout(4, "pp=2 tp=2", "", "adapters", deep=False),
+    "FSDP 2 x CP 2, recomputed, adapters": Layout(4, "cp=2", FULL, "adapters", deep=False),
+    "TP 2, compiled, attention saved, adapters": Layout(2, "tp=2", f"{COMPILED} {ATTENTION_SAVED}", "adapters"),
+    "CP 2 x TP 2, EP 2, adapters, experts": Layout(4, "cp=2 tp=2 ep=2", "", "adapters, experts"),
 }
 
 # [layout] with several documents in a sequence, and other numbers of tokens that count in each.

@@ -10,10 +10,11 @@ from torchtitan_cp.config import check as rules
 from torchtitan_cp.config.data import Data, DataSource, StageData
 from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.run import Evaluation, Health, Job, Passkey, Profiling
-from torchtitan_cp.config.sections import Curriculum, Stage, StageLR, Tokenizer
+from torchtitan_cp.config.sections import Curriculum, Model, Stage, StageLR, Tokenizer
 from torchtitan_cp.config.training import (
     Activation,
     Compile,
+    Lora,
     LRScheduler,
     Optimizer,
     Parallel,
@@ -409,3 +410,23 @@ def test_a_stages_own_degrees_are_named_where_they_do_not_fit() -> None:
 def test_handling_spikes_needs_a_threshold() -> None:
     message = refuse(config_with(health=Health(on_spike="handle", spike_threshold=0.0)), 1)
     assert "health.on_spike = 'handle' has no effect with" in message
+
+
+@pytest.mark.parametrize(
+    ("lora", "sections", "wanted"),
+    [
+        (Lora(targets=("w(",)), {}, "lora.targets[0] = 'w(' is not a valid regular expression: missing )"),
+        (Lora(train=("norm", "")), {}, "lora.train[1] is empty"),
+        (Lora(dropout=0.1), {}, "lora.dropout = 0.1 is not supported: a recomputed block, and each rank"),
+        (Lora(), {"training": Training(float8="rowwise")}, "training.float8 = 'rowwise' and [lora] exclude each other"),
+        (
+            None,
+            {"model": Model(adapter="mine")},
+            "model.adapter = 'mine' is trained on by [lora], which this file lacks",
+        ),
+        (Lora(), {"model": Model(checkpoint="run")}, "model.checkpoint = 'run' and [lora] exclude each other"),
+        (Lora(), {"optimizer": Optimizer(name="muon")}, "optimizer.name = 'muon' orthogonalises steps of whole"),
+    ],
+)
+def test_what_adapters_cannot_be_is_refused(lora: Lora | None, sections: dict[str, object], wanted: str) -> None:
+    assert wanted in refuse(config_with(lora=lora, **sections), 1)

@@ -26,6 +26,15 @@ def test_loss_and_gradients_equal_full_logits_at_any_chunk(chunk: int) -> None:
     torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_a_frozen_output_matrix_has_no_gradient() -> None:
+    hidden, weight, labels = case(torch.float32)
+    ChunkedCrossEntropy(8)(hidden, weight, labels)[0].backward()
+    frozen = hidden.detach().requires_grad_(), weight.detach()
+    ChunkedCrossEntropy(8)(*frozen, labels)[0].backward()
+    assert torch.equal(frozen[0].grad, hidden.grad)
+    assert frozen[1].grad is None
+
+
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 def test_weights_scale_the_loss_and_the_gradients_of_each_token_and_not_the_losses_given_back(z_loss: float) -> None:
     hidden, weight, labels = case(torch.float32)

@@ -14,10 +14,17 @@ from models.moe import Moe, MoeArgs
 from torchtitan_cp.attention import attend, make_plan
 from torchtitan_cp.config import load_config
 from torchtitan_cp.config.sections import Model
+from torchtitan_cp.config.training import Lora
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.metrics.throughput import flops_per_token
-from torchtitan_cp.planner.parameters import count_parameters, sized_model_args, total_parameters
-from torchtitan_cp.training.model import LayerAttention
+from torchtitan_cp.parallel.lora import apply_lora
+from torchtitan_cp.planner.parameters import (
+    count_parameters,
+    count_trained_parameters,
+    sized_model_args,
+    total_parameters,
+)
+from torchtitan_cp.training.model import LayerAttention, cast_parameters
 from torchtitan_cp.training.registry import register
 
 
@@ -54,6 +61,32 @@ def test_linear_flops_are_those_that_torch_counts() -> None:
     # The operator of attention is ours, so the counter sees the linear layers alone. The embedding's rows have no
     # gradient to pass on, but every linear layer's input has one.
     assert counter.get_total_flops() == flops_per_token(shape, 32, [0.0] * shape.n_layers) * 32
+
+
+def test_with_adapters_a_frozen_weight_costs_no_gradient_of_its_own() -> None:
+    register(ARCHITECTURES)
+    shape = LlamaArgs(64, 3, 4, 2, 16, 96, vocab_size=128, tie_embeddings=True)
+    lora = Lora(4, targets=("w[qvo]$",), train=("tok_embed", "w2"))
+    plan, found = make_plan(32), count_trained_parameters("llama", shape, lora)
+    model = Llama(shape, lambda q, k, v, plan, window: attend(q, k, v, plan))
+    apply_lora(model, lora)
+    cast_parameters(model, torch.float32)
+    model.set_rope([1.0] * 8, 1.0, torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 32, dtype=torch.int64), plan.positions, plan).sum().backward()
+    assert counter.get_total_flops() == flops_per_token(shape, 32, [0.0] * shape.n_layers, found.flops) * 32
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    adapters = sum(size for name, size in trained.items() if "lora_" in name)
+    assert (found.adapters * 3, found.block * 3) == (adapters, 3 * 64 * 96)
+    assert found.outer(True, True, True) == trained["tok_embeddings.weight"] == 64 * 128
+    assert found.output, "it is the embedding"
+
+
+def test_tensor_parallel_ranks_share_one_matrix_of_an_adapter() -> None:
+    register(ARCHITECTURES)
+    shape, lora = LlamaArgs(64, 2, 4, 2, 16, 96, vocab_size=128), Lora(4, targets=("wq", "wo"))
+    whole, shared = (count_trained_parameters("llama", shape, lora, tp).adapters for tp in (1, 2))
+    assert (whole, shared) == (4 * (64 + 64) * 2, 4 * (64 + 32) * 2)
 
 
 def test_a_token_meets_the_experts_it_goes_to_and_the_router() -> None:

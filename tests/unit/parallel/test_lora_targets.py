@@ -1,0 +1,56 @@
+"""What the patterns of [lora] find in a model, and what is refused by name."""
+
+import dataclasses
+
+import pytest
+
+from models import ARCHITECTURES
+from models.llama import FLAVORS
+from models.moe import FLAVORS as MIXTURES
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.contract import LanguageModel
+from torchtitan_cp.config.sections import Model
+from torchtitan_cp.config.training import Lora
+from torchtitan_cp.parallel.lora_targets import check_pipeline_targets, check_targets, find_targets
+from torchtitan_cp.training import registry
+
+
+def model_of(architecture: str) -> LanguageModel:
+    registry.register(ARCHITECTURES)
+    flavors = MIXTURES if architecture == "moe" else FLAVORS
+    args = dataclasses.replace(flavors["debug"], n_layers=2, vocab_size=64)  # type: ignore[type-var]
+    return registry.empty_model(Model(architecture=architecture), args)
+
+
+def test_every_linear_layer_of_the_blocks_but_routers_has_an_adapter_by_default() -> None:
+    found = find_targets(model_of("moe"), Lora())
+    assert found.adapted == tuple(f"layers.{n}.attention.w{m}" for n in range(2) for m in "qkvo")
+    assert not found.trained
+
+
+def test_what_is_trained_whole_has_no_adapter_and_a_tied_output_is_the_embedding() -> None:
+    found = find_targets(model_of("llama"), Lora(targets=("wq", "w1"), train=("layers.1.*w1", "^norm$", "^output$")))
+    assert found.adapted == ("layers.0.attention.wq", "layers.0.feed_forward.w1", "layers.1.attention.wq")
+    assert found.trained == ("tok_embeddings.weight", "layers.1.feed_forward.w1.weight", "norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("lora", "wanted"),
+    [
+        (Lora(targets=("wq", "experts")), r"targets\[1\] = 'experts' .*layers.0.experts has all its experts in one te"),
+        (Lora(targets=("gate",)), r"finds no linear layer of the blocks: layers.0.router.gate is none"),
+        (Lora(targets=("q_proj",)), r"they are like layers.0.attention.wq and layers.1.attention.wo"),
+        (Lora(train=("layernorm",)), r"lora.train\[0\] = 'layernorm' finds no module.*\n.*names are like tok_embeddi"),
+    ],
+)
+def test_a_pattern_that_finds_nothing_is_refused_with_what_there_is(lora: Lora, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        check_targets(model_of("moe"), lora)
+
+
+def test_a_pipeline_stage_without_trained_weights_is_refused() -> None:
+    names = find_targets(model_of("llama"), Lora(targets=("layers.1.*wq",))).parameters
+    assert names == ["layers.1.attention.wq.lora_a", "layers.1.attention.wq.lora_b"]
+    check_pipeline_targets(names, [(0, 2)])
+    with pytest.raises(ConfigError, match="trains nothing in layers 0 to 0, which are a pipeline stage"):
+        check_pipeline_targets(names, [(0, 1), (1, 2)])
