@@ -69,7 +69,7 @@ def _cells(result: Search) -> list[str]:
         ", ".join(f"{need.needed_bytes / GIB:.1f}" for need in fullest.needs),
         _layout(shown),
         _activations(shown.choice),
-        _on_host(shown.choice.savings),
+        on_host(shown.choice.savings),
         *(rates if result.found else ["", ""]),
         f"{tokens / seconds:,.0f}" if result.found else "",
     ]
@@ -89,7 +89,7 @@ def _activations(choice: Choice) -> str:
     return choice.checkpoint + (f", {tiles} mlp_tiles" if tiles > 1 else "")
 
 
-def _on_host(savings: Savings) -> str:
+def on_host(savings: Savings) -> str:
     """What lies in host memory."""
     state = "weights, optimizer" if savings.fsdp_cpu_offload else "optimizer" if savings.offload_state else ""
     return ", ".join(filter(None, ("activations" if savings.offload else "", state)))
