@@ -77,8 +77,11 @@ class RankPool:
             self._start()
         self._signal(signal.SIGCONT)
         call = pickle.dumps((function, arguments))
-        for pipe in self.pipes:
-            pipe.send_bytes(call)
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(call)
+            except BrokenPipeError:
+                raise self._death_of(rank, "between two calls") from None
         results: dict[int, Any] = {}
         while len(results) < self.size:
             ready = wait([pipe for rank, pipe in enumerate(self.pipes) if rank not in results], timeout)
@@ -98,14 +101,18 @@ class RankPool:
         try:
             failed, value, self.groups = pickle.loads(self.pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            self.processes[rank].join(10)
-            code = self.processes[rank].exitcode
-            self.stop()
-            raise RankFailure(f"rank {rank} of {self.size} died with exit code {code}; stacks are on stderr") from None
+            raise self._death_of(rank, "in this call") from None
         if failed:
             self.stop()
             raise RankFailure(f"rank {rank} of {self.size}:\n{value}")
         return value
+
+    def _death_of(self, rank: int, when: str) -> RankFailure:
+        """The failure of a rank whose process ended; the pool then starts anew."""
+        self.processes[rank].join(10)
+        code = self.processes[rank].exitcode
+        self.stop()
+        return RankFailure(f"rank {rank} of {self.size} died {when} with exit code {code}; stacks are on stderr")
 
     def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
