@@ -179,10 +179,10 @@ class Experts(nn.Module):
         # bincount would make the host wait for a GPU.
         counts = chosen.new_zeros(len(self.w1)).index_add(0, chosen.flatten(), torch.ones_like(order))
         # Rows are put, never gathered: then backward gathers, where it would add, in bf16 and with atomics.
-        copies = hidden[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
-        rows = torch.empty_like(copies).index_copy_(0, places, copies)
+        rows = hidden.new_empty(len(order), hidden.shape[1])
+        rows.index_put_((places.view_as(chosen),), hidden[:, None].expand(-1, chosen.shape[1], -1))
         outputs = swiglus(rows, counts, self.w1, self.w3, self.w2)
-        spread = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*chosen.shape, hidden.shape[1])
+        spread = torch.empty_like(outputs).index_put_((order,), outputs).view(*chosen.shape, hidden.shape[1])
         return torch.einsum("tke,tk->te", spread, shares.to(hidden.dtype))
 
 

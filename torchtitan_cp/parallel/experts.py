@@ -157,12 +157,13 @@ class ExpertDispatch:
         order = chosen.flatten().argsort(stable=True)  # choices by expert
         places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         # Rows are put, never gathered: then backward gathers, where it would add, in bf16 and with atomics.
-        copies = hidden[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
-        rows = self._send(torch.empty_like(copies).index_copy_(0, places, copies), sent, received)
+        rows = hidden.new_empty(len(order), hidden.shape[1])
+        rows.index_put_((places.view_as(chosen),), hidden[:, None].expand(-1, chosen.shape[1], -1))
+        rows = self._send(rows, sent, received)
         yield rows
         rows = self._send(self._compute_rows(_wait(rows), counts), received, sent)
         yield rows
-        spread = rows.new_empty(chosen.numel(), rows.shape[1]).index_copy_(0, order, _wait(rows))
+        spread = rows.new_empty(chosen.numel(), rows.shape[1]).index_put_((order,), _wait(rows))
         yield torch.einsum("tke,tk->te", spread.view(*chosen.shape, rows.shape[1]), shares.to(rows.dtype))
 
     def _send(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:

@@ -42,7 +42,7 @@ class BlockBytes:
         out: output of the attention, and log-sum-exp.
         all_to_all: what an all-to-all keeps.
         ffn: the MLP's four tensors of ffn_dim.
-        copies: rows that are sent to experts, the rows that come back, and these times their shares.
+        copies: rows that are sent to experts, and the rows that come back.
     """
 
     stream: float
@@ -98,7 +98,7 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
         out=out,
         all_to_all=all_to_all,
         ffn=tokens * 4 * args.active_ffn_dim / tp * c,
-        copies=tokens * 3 * args.experts_per_token * e * c / tp,
+        copies=tokens * 2 * args.experts_per_token * e * c / tp,
     )
 
 
@@ -168,7 +168,7 @@ def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, 
         # tensors from w1 and w3; and from the product that joins the rows that come back from experts.
         width = block.stream * planned.degrees.tp
         joined = width if planned.sent_to_experts else 0.0
-        ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 3 or width) + joined
+        ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 2 or width) + joined
         return block.stream + width, attention + block.unrotated_qkv, ffn
     inputs = block.stream + block.first_norm + _second_norm_kept(block, tiles) + block.more_norms
     return inputs, attention + block.qkv + block.normed_qk, 0.0 if tiles > 1 else block.ffn + block.copies
@@ -323,15 +323,14 @@ def _block_phases(
     if mode == "selective":  # by now the recomputation has used up the products of the attention that were kept
         again, first_norm = again - block.unrotated_qkv, first_norm - block.stream * tp
     # The backward of SwiGLU's product needs three of the MLP's tensors and their three gradients. Experts have these
-    # gradients one after another, but the gradients of their rows all at once: of the weighted rows, of the rows that
-    # came back and, a product that is then summed, of their shares; the weighted rows themselves are freed.
-    ffn = (block.ffn + 5 / 3 * block.copies if block.copies else 1.5 * block.ffn) / tiles
+    # gradients one after another, and beside their rows the gradient of those that came back.
+    ffn = (block.ffn + 3 / 2 * block.copies if block.copies else 1.5 * block.ffn) / tiles
     if planned.config.training.float8 != "none" and not planned.config.compile.enable and not block.copies:
         # The cast of the product's gradient and of its input to 8 bits goes through two copies in fp32.
         ffn = max(ffn, block.ffn * (1 + (c + 2 * FP32_BYTES + 1) / c / 4) / tiles)
     if tiles == 1:  # rows arrive while those that were sent still exist
         ffn += recomputed * planned.sent_to_experts
-    held_ffn = {"none": kept[2], "selective": block.ffn / 2 + block.copies / 3}.get(mode, 0.0)
+    held_ffn = {"none": kept[2], "selective": block.ffn / 2 + block.copies / 2}.get(mode, 0.0)
     second = _second_norm_kept(block, tiles)
     # Each tile runs the second norm again, and the gradients of the tiles' inputs add up beside the output's gradient.
     at_work = gradient if tiles == 1 else 2 * gradient + (block.second_norm - block.stream) / tiles

@@ -262,7 +262,7 @@ class Tokenization:
         return {
             "content_fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
             "vocab_size": vocab_size,
-            "seconds": round(time.monotonic() - self._begun, 1),
+            "seconds": round(time.monotonic() - self._begun, 3),
             "file_bytes": store.file_sizes(self.folder),
         }
 
