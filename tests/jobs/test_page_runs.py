@@ -65,7 +65,7 @@ def stages(number: int, seq_len: int = 0, tokens: int = 0, steps: int = 1) -> tu
 
 # Of each config that the pages train, the words that cut it.
 RUNS = {
-    "train_configs/quickstart.toml": (*stages(3, seq_len=64, tokens=2048), "--evaluation.passkey.trials=1"),
+    "train_configs/quickstart.toml": (*stages(3, seq_len=64, tokens=4096), "--evaluation.passkey.trials=1"),
     "train_configs/stdlib_on_cpu.toml": (*stages(3, seq_len=256, tokens=2048), "--model.overrides.n_layers=1"),
     "train_configs/six_stages_on_cpu.toml": (
         *stages(6, tokens=8192),
