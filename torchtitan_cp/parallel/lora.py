@@ -38,7 +38,7 @@ class LoRALinear(nn.Linear):
         out = super().forward(x)
         a, b = self.lora_a, self.lora_b
         if not isinstance(out, DTensor):
-            # One kernel multiplies and adds. `selective` recomputes it: this operator is none of its products.
+            # One kernel multiplies and adds. `selective` does not keep its output, as baddbmm is not in PRODUCTS.
             rows, narrow = (y.reshape(-1, *y.shape[-2:]) for y in (out, F.linear(x, a)))
             return torch.baddbmm(rows, narrow, b.t().expand(len(rows), -1, -1), alpha=self.lora_scale).view_as(out)
         # Each rank multiplies what it has: its columns of the output, or its share of a sum over the input.
