@@ -175,9 +175,11 @@ def _write_to(log: Path) -> None:
 
 def children(pid: int) -> list[int]:
     """Running child processes."""
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread may end meanwhile
+            found += [int(child) for child in (thread / "children").read_text().split()]
+    return found
 
 
 class LaunchedJob(Job):

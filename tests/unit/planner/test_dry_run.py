@@ -8,7 +8,6 @@ import pytest
 import train
 from models import ARCHITECTURES
 from tests.support.deep import deep_rows
-from tests.support.pages import REPOSITORY
 from tests.support.runs import write_run
 from tests.support.walks import LONGER, walk_all, walk_of_two
 from torchtitan_cp.config import ConfigError, load_config
@@ -21,8 +20,6 @@ from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS, Heads
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.resolve import resolve_run
-
-RECIPES = REPOSITORY / "train_configs"
 
 
 def walk(path: Path, ranks: int, *overrides: str, rank: int = 0) -> StageWalk:
@@ -110,27 +107,6 @@ def test_the_memory_formula_is_within_10_percent_of_the_real_steps_tensors(
     walked = walk(path, 2, *LONGER, *overrides)
     (planned,) = plan_config(load_config(path, [*LONGER, *overrides]), make_cluster("cpu", 1))
     assert planned.memory.total == pytest.approx(walked.peak_bytes, rel=0.10)
-
-
-ONE_GPU = (
-    *("--data.source=python-stdlib", "--data.path=", "--tokenizer.kind=bytes", "--tokenizer.path="),
-    *("--compile.enable=false", "--curriculum.stages[0].global_batch_tokens=131072"),
-)
-USABLE = 72.8 * 2**30  # of an H100 of 80 GB
-
-
-@deep_rows("layers", [2, 32], default=[2])
-def test_the_recipe_of_adapters_for_one_gpu_fits_by_the_formula_and_by_the_real_steps_tensors(layers: int) -> None:
-    path = RECIPES / "llama3_8b_lora_128k_one_gpu.toml"
-    keys = [*ONE_GPU, f"--model.overrides={{n_layers = {layers}, vocab_size = 128256}}"]
-    walked = walk(path, 1, *keys)
-    planned, on_gpu = (
-        plan_config(load_config(path, keys), make_cluster(device, 1, ranks_per_node=1))[0].memory.total
-        for device in ("cpu", "h100-80g")
-    )
-    assert planned == pytest.approx(walked.peak_bytes, rel=0.10)
-    assert on_gpu <= planned < USABLE
-    assert walked.peak_bytes < USABLE
 
 
 # Weights in flight outweigh everything else: on 4 ranks, 1,024 tokens a rank.
