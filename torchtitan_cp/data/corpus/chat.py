@@ -15,7 +15,7 @@ from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
-from torchtitan_cp.data.corpus.roles import ROLES, known_roles, with_known_role
+from torchtitan_cp.data.corpus.roles import FIELDS_BESIDE_MESSAGES, ROLES, known_roles, with_known_role, with_system
 from torchtitan_cp.data.corpus.store import read_json
 from torchtitan_cp.data.corpus.tokenizer import template_variables
 from torchtitan_cp.data.corpus.unwritten import check_is_written
@@ -212,7 +212,7 @@ def learned_messages(messages: Messages, loss_on: str) -> list[int]:
 
 def conversation_fields(source: SourceKeys) -> set[str]:
     """The fields of a row that `read_conversation` reads."""
-    return {source.messages_field or "messages", source.prompt_field, source.completion_field, "tools"}
+    return {source.messages_field or "messages", source.prompt_field, source.completion_field, *FIELDS_BESIDE_MESSAGES}
 
 
 def read_conversation(row: Mapping[str, object], source: SourceKeys, template: ChatTemplate) -> tuple[str, Ranges]:
@@ -228,7 +228,7 @@ def read_conversation(row: Mapping[str, object], source: SourceKeys, template: C
         for role, field_name in (("user", source.prompt_field), ("assistant", source.completion_field)):
             content = row.get(field_name)
             found += content if isinstance(content, list) else [{"role": role, "content": content}]
-    messages = check_messages(found)
+    messages = check_messages(with_system(found, row.get("system")))
     tools = _read_tools(row.get("tools"))
     text, learned = template.render_with_mask(messages, tools, source.loss_on)
     if re.search("[\ud800-\udfff]", text):

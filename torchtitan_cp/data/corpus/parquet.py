@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.data.corpus.records import BadRecordError, Document, SkippedRecords, SourceFile
+from torchtitan_cp.data.corpus.roles import FIELDS_BESIDE_MESSAGES
 from torchtitan_cp.data.corpus.rows import read_row, wanted_fields
 from torchtitan_cp.data.errors import DataError
 
@@ -111,7 +112,7 @@ def _find_columns(names: Sequence[str], file: SourceFile, source: SourceKeys, sk
         kind = f"Parquet file without the column {missing[0]!r}"
         skipped.add(kind, f"{file.path} (its columns: {', '.join(names):.80})")
         return []
-    wanted = [*needed, source.group_field, *["tools"] * source.conversations]
+    wanted = [*needed, source.group_field, *(FIELDS_BESIDE_MESSAGES if source.conversations else ())]
     columns = [name for name in wanted if name in names]
     if twice := [name for name in columns if names.count(name) > 1]:
         raise DataError(

@@ -6,6 +6,7 @@ from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+FIELDS_BESIDE_MESSAGES = ("system", "tools")  # of a row
 CALLS = "function_call"  # a turn of the assistant whose text is the JSON of one call
 # The names of ShareGPT (FastChat, Axolotl), of LLaMA-Factory's copies of it, and of Gemini.
 NAMES_OF_ROLES = {
@@ -49,6 +50,21 @@ def _as_call(message: Mapping[str, Json]) -> dict[str, Json]:
     if not all(isinstance(call, dict) and "name" in call for call in found):
         raise BadRecordError(problem, f"{text!r:.80}")
     return {"content": "", "tool_calls": [{"type": "function", "function": call} for call in found]}
+
+
+def with_system(messages: object, system: object) -> object:
+    """The messages after the system prompt that stands beside them, if they have none of their own.
+
+    Raises:
+        BadRecordError: a system prompt that is not a text.
+    """
+    if not system or not isinstance(messages, list):
+        return messages
+    if not isinstance(system, str):
+        raise BadRecordError("system prompt that is not a text", f"{system!r:.80}")
+    first = with_known_role(messages[0]) if messages else None
+    has_own = isinstance(first, dict) and first.get("role") in ("system", "developer")
+    return messages if has_own else [{"role": "system", "content": system}, *messages]
 
 
 def known_roles() -> str:

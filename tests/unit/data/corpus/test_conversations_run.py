@@ -27,10 +27,12 @@ def test_conversations_become_tokens_with_a_mask_and_no_end_of_their_own(tmp_pat
         "<user>é<assistant>[b$]<user>c<assistant>[$]",
         "<system>s<user>a$<assistant>[z$]",
     ]
-    data = data_of(tmp_path, loss_on="last_assistant")
+    beside = data_of(tmp_path, [{"messages": turns("a</s>", "z"), "system": "s"}])
+    assert read(beside) == ["<system>s<user>a$<assistant>[z$]"]
+    data = data_of(tmp_path, rows, loss_on="last_assistant")
     assert read(data) == ["<user>é<assistant>b$<user>c<assistant>[$]", "<system>s<user>a$<assistant>[z$]"]
-    assert read(data_of(tmp_path, loss_on="all"))[1] == "[<system>s<user>a$<assistant>z$]"
-    assert len(list((tmp_path / "cache").glob("*/manifest.json"))) == 3
+    assert read(data_of(tmp_path, rows, loss_on="all"))[1] == "[<system>s<user>a$<assistant>z$]"
+    assert len(list((tmp_path / "cache").glob("*/manifest.json"))) == 4
 
 
 BAD = [
@@ -71,6 +73,7 @@ BAD = [
     (row([{"type": "text", "text": "a"}], "b"), "template error (TypeError: "),
     ({"messages": turns("a", "b"), "tools": "{"}, "tools that are not JSON (Expecting property name"),
     ({"messages": turns("a", "b"), "tools": '"add"'}, "tools that are not a list ('add')"),
+    ({"messages": turns("a", "b"), "system": {"text": "c"}}, "system prompt that is not a text ({'text': 'c'})"),
     (row("a" * 10_000_000, "b"), "conversation of 10 MB or more (10000001 characters)"),
     (row("\ud800", "b"), "a lone surrogate"),
     (row("a"), "nothing to learn"),

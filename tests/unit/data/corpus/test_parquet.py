@@ -102,6 +102,10 @@ def test_conversations_are_the_rows_that_were_written(tmp_path: Path, seed: int)
             tool = word(draw)
             row["tools"] = nullable(draw, tool if kinds["tools"] == pa.string() else [{"name": tool}])
     if draw.random() < 0.5:
+        kinds["system"] = draw.choice(STRINGS[:3])
+        for row in table:
+            row["system"] = nullable(draw, word(draw))
+    if draw.random() < 0.5:
         kinds["group"], keys["group_field"] = draw.choice(STRINGS[:3]), "group"
         for row in table:
             row["group"] = nullable(draw, word(draw))

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_cp.data.corpus.records import BadRecordError
-from torchtitan_cp.data.corpus.roles import NAMES_OF_ROLES, ROLES, known_roles, with_known_role
+from torchtitan_cp.data.corpus.roles import NAMES_OF_ROLES, ROLES, known_roles, with_known_role, with_system
 
 
 def test_every_other_name_leads_to_a_role_of_templates() -> None:
@@ -33,3 +33,16 @@ def test_the_text_of_a_function_call_becomes_calls_of_tools() -> None:
     for bad in ("add(2)", "[1]", '{"arguments": {}}', None):
         with pytest.raises(BadRecordError, match="function_call that is not the JSON of a call"):
             with_known_role({"from": "function_call", "value": bad})
+
+
+def test_the_system_prompt_of_a_row_comes_first_unless_the_conversation_has_one() -> None:
+    question = {"from": "human", "value": "a"}
+    assert with_system([question], "Be brief.") == [{"role": "system", "content": "Be brief."}, question]
+    for own in ({"from": "system", "value": "b"}, {"role": "developer", "content": "b"}):
+        assert with_system([own, question], "Be brief.") == [own, question]
+    for nothing in ("", None):
+        assert with_system([question], nothing) == [question]
+    for no_messages in (None, "text"):
+        assert with_system(no_messages, "Be brief.") == no_messages
+    with pytest.raises(BadRecordError, match="system prompt that is not a text"):
+        with_system([question], ["Be brief."])
