@@ -129,12 +129,15 @@ REPEATED = (
     "CONFIG_FILE=my.toml sbatch --dependency=singleton --nodes 8 --gpus-per-node 8 launch/slurm.sh",
     "CONFIG_FILE=my.toml sbatch --nodes 8 --gpus-per-node 8 launch/slurm.sh",
     "torchtitan-cp doctor my.toml",
+    "torchtitan-cp doctor my.toml --ranks 2",
     "torchtitan-cp doctor my.toml --ranks 4",
     "python -m benchmarks end_to_end --lengths 1024 --rounds 7",
     "python -m benchmarks kernels",
     "python -m benchmarks packed",
     "python -m benchmarks plan --ranks 8 --rounds 8",
 )
+# Its output is on the page.
+SHOWN = "torchtitan-cp doctor train_configs/huggingface_on_cpu.toml --ranks 2"
 CHECK = """#!/usr/bin/env bash
 FILE="${CONFIG_FILE:-train_configs/quickstart.toml}"
 exec "$VENV/bin/python" -m torchtitan_cp check "$FILE" --ranks "${NPROC:-2}" "$@" $CUT
@@ -220,6 +223,11 @@ def give_checkpoint(folder: Path) -> None:
     (folder / "books" / "all.jsonl.zst").write_bytes(zstd.compress(lines.encode()))
 
 
+def without_rounding(report: str) -> str:
+    """A doctor's report without what differs between machines: rounding errors, digits of the loss, memory."""
+    return re.sub(r"\d\.\de-\d\d|(?<=\.\d\d)\d+|\d+(?= MiB)", "", report)
+
+
 RUN_HERE = sorted({command.partition(" #")[0].strip() for _, command in COMMANDS if RUN_BY_OTHERS.search(command)})
 
 
@@ -267,6 +275,10 @@ def test_a_run_of_the_pages_does_what_it_says(command: str, desk: Path, forked: 
         assert (desk / "scale.json").exists() == ("scale.json" in command)
     elif "doctor" in command:
         assert "safe: nothing differs" in done.stdout
+        if command == SHOWN:
+            page = (REPOSITORY / "docs/doctor.md").read_text()
+            [sample] = re.findall(r"^```text\n(layer .*?)^```", page, re.MULTILINE | re.DOTALL)
+            assert without_rounding(sample) in without_rounding(done.stdout)
     elif "--verify-parity" in command:
         assert "parity holds" in done.stdout
     else:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.memory import MemoryStore
+from tests.support.pages import REPOSITORY
 from tests.support.runs import CHAT_TEMPLATE, TINY, write_conversations, write_run
 from torchtitan_cp.cli.preview import Page, main
 from torchtitan_cp.data.batches.packed_stream import PackedSequence, Span
@@ -35,6 +36,15 @@ def test_conversations_are_shown_with_what_is_learned_their_lengths_and_the_padd
     assert sum(len(answer.replace("</s>", "$")) for answer in answers) == learned, "the characters are the tokens here"
     assert all(answer.startswith("answer ") and answer.endswith("</s>") for answer in answers)
     assert re.search(r"U: question \d+ \d ", said)
+
+
+def test_the_sample_of_the_page_is_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPOSITORY / "docs/conversations.md").read_text()
+    [sample] = re.findall(r"^```text\n(sequence 1, chats: .*?)^```", page, re.MULTILINE | re.DOTALL)
+    said = preview(capsys, str(write_conversations(tmp_path)), "--tokens", "0", "--samples", "1")
+    lines = [line.rstrip() for line in said.splitlines()]
+    expected = sample.replace("chats", "corpus").splitlines()
+    assert lines[lines.index(expected[0]) :] == expected
 
 
 def test_plain_text_has_no_marks_and_says_where_a_document_goes_on(
