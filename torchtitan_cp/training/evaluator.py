@@ -4,12 +4,10 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import ConfigError
@@ -19,60 +17,21 @@ from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch, collate
 from torchtitan_cp.data.batches.packed_stream import PackedSequence, Span
 from torchtitan_cp.data.batches.samples import held_out_samples
-from torchtitan_cp.evaluation.held_out import Budget, evaluating, unigram_loss
+from torchtitan_cp.evaluation.held_out import evaluating, unigram_loss
 from torchtitan_cp.evaluation.prompts import Frame, Prompt, PromptWriter
 from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
-from torchtitan_cp.metrics.loss_breakdown import bin_starts, sum_by_bin, sum_by_index
 from torchtitan_cp.optim.loss import wrong_answers
 from torchtitan_cp.runtime.signals import any_rank
 from torchtitan_cp.training.chat import chat_template_of, prompt_frame
 from torchtitan_cp.training.data_pipeline import DataPipeline
+from torchtitan_cp.training.evaluation_time import EvaluationTime
+from torchtitan_cp.training.held_out_losses import HeldOutLosses, LossSums, means
 from torchtitan_cp.training.model import ParallelModel
 
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 8192  # any needles and question fit into so many
-WITHIN_STAGE_PART = 0.5  # of evaluation.max_share, so that the ends of stages find time left
 FORWARD_TOKENS = 16384  # of one forward on a rank: no activations are kept for a backward
-TURNS = 5  # turns of a conversation that are told apart; the fifth includes all later ones
-
-
-class HeldOutLosses(NamedTuple):
-    """Sums over held-out text, of all ranks.
-
-    Attributes:
-        sources: names.
-        starts: first position of each bin.
-        by_bin: `[sources, 2, bins]` fp64, (sum of losses, tokens) by source and position.
-        late: `[2]` fp64, (sum of losses, tokens) of the tokens that context gain compares.
-        by_turn: `[2, TURNS]` fp64, (sums of losses, tokens) of conversations that are read from their beginning.
-        label_counts: `[V]` int64, how often each token of the tokenizer is a label.
-        epochs: how often each source's held-out text was read; 0: the source got no sequence.
-    """
-
-    sources: list[str]
-    starts: list[int]
-    by_bin: Tensor
-    late: Tensor
-    by_turn: Tensor
-    label_counts: Tensor
-    epochs: dict[str, float]
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of all tokens."""
-        return float(_mean(self.by_bin.sum((0, 2))))
-
-    @property
-    def by_source(self) -> dict[str, float]:
-        """Mean loss of the tokens of each source that has any."""
-        means = zip(self.sources, _mean(self.by_bin.sum(2).T), strict=True)
-        return {name: loss for name, loss in means if not math.isnan(loss)}
-
-
-def _mean(sums: Tensor) -> Any:
-    """Means of `[2, ...]`, (sums, tokens), as plain numbers; NaN where there are no tokens."""
-    return (sums[0] / sums[1]).tolist()
 
 
 @dataclass(eq=False)
@@ -89,9 +48,7 @@ class Evaluator:
 
     Attributes:
         show_progress: takes what is measured, and how many of how many sequences are done.
-        budget: limits the time of evaluations; the trainer adds the time of training to it.
-        left_out: what the current evaluation had no time or no room for; late_tokens: those of what had no time.
-        budget_part: the part of evaluation.max_share that the current evaluation may use.
+        time: what the current evaluation has time for, and what it left out.
     """
 
     model: ParallelModel
@@ -104,8 +61,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         config, encode = self.data_pipeline.config, self.data_pipeline.corpus.tokenizer.encode_chat_batch
         self.settings = config.evaluation
-        self.budget, self.left_out = Budget(self.settings.max_share), list[str]()
-        self.budget_part, self.late_tokens = 1.0, 0
+        self.time = EvaluationTime(self.settings.max_share, self.model.device)
         self.show_progress: Callable[[str, int, int], None] = lambda measure, done, count: None
         conversations = any(source.conversations for source in config.data.by_name().values())
         self.chat_template = chat_template_of(config) if conversations else None
@@ -125,13 +81,12 @@ class Evaluator:
         Returns:
             None if nothing is held out, there is no time, or a stop was requested.
         """
-        self.left_out, self.late_tokens = [], 0
-        self.budget_part = 1.0 if at_end or stage.until else WITHIN_STAGE_PART
+        self.time.begin(within_stage=not (at_end or stage.until))
         common, own = self._common_weights(), self._weights(stage)
         passes = 1 if own in ({}, common) else 2
         losses_tokens = passes * max(self.settings.tokens, stage.seq_len)
-        if not (at_end or stage.until or self._affords(losses_tokens)):
-            logger.info("evaluation skipped: no time within half of %s", self._wanted_share(losses_tokens))
+        if not (at_end or stage.until or self.time.affords(losses_tokens)):
+            logger.info("evaluation skipped: no time within half of %s", self.time.wanted_share(losses_tokens))
             return None
         layout = resized(batch_layout, stage.seq_len)
         try:
@@ -146,7 +101,7 @@ class Evaluator:
             retrieval, by_position = self.measure_retrieval(stage, layout), of_stage
             length = self.settings.position_seq_len or stage.seq_len
             to_length = f"loss by position to {length:,}"
-            if length != stage.seq_len and self._is_due(to_length, tokens=length):
+            if length != stage.seq_len and self.time.is_due(to_length, tokens=length):
                 longer = resized(layout, length)
                 by_position = self.held_out_losses(longer, stage, weights=own or common, measure=to_length) or of_stage
         except _Stopped:
@@ -157,7 +112,7 @@ class Evaluator:
         accuracy = retrieval["passkey"].at(stage.seq_len) if "passkey" in retrieval else None
         self._note_unmeasured(stage, held_out, of_stage if own else None, by_source, epochs)
         if "passkey" in retrieval and min(retrieval["passkey"].lengths) > stage.seq_len:
-            self.left_out.append(
+            self.time.left_out.append(
                 f"passkey accuracy: evaluation.passkey.lengths has none up to {stage.seq_len:,} tokens"
             )
         by_turn = of_stage.by_turn if of_stage.by_turn.any() else held_out.by_turn
@@ -167,14 +122,14 @@ class Evaluator:
             unigram=unigram_loss(self.data_pipeline.corpus.unigram_counts, held_out.label_counts.numpy()),
             by_source={name: by_source.get(name, math.nan) for name in self.data_pipeline.held_out if name in epochs},
             position_starts=by_position.starts,
-            position_losses=_mean(by_position.by_bin.sum(0)),
-            turn_losses=_mean(by_turn) if by_turn.any() else [],
+            position_losses=means(by_position.by_bin.sum(0)),
+            turn_losses=means(by_turn) if by_turn.any() else [],
             context_gain=gain,
             short_loss_rise=rise,
             retrieval=retrieval,
             passkey_accuracy=accuracy,
             held_out_epochs=epochs,
-            left_out=tuple(dict.fromkeys(self.left_out)),
+            left_out=tuple(dict.fromkeys(self.time.left_out)),
         )
 
     def _note_unmeasured(
@@ -193,15 +148,15 @@ class Evaluator:
         """
         none_learned = "no held-out token of it is learned"
         if of_stage is None:
-            self.left_out.append("the loss on the stage's own mixture, whose sources hold nothing out")
+            self.time.left_out.append("the loss on the stage's own mixture, whose sources hold nothing out")
         elif math.isnan(of_stage.loss):
-            self.left_out.append(f"the loss on the stage's own mixture: {none_learned}")
+            self.time.left_out.append(f"the loss on the stage's own mixture: {none_learned}")
         if math.isnan(common.loss):
-            self.left_out.append(f"the loss: {none_learned}")
+            self.time.left_out.append(f"the loss: {none_learned}")
         too_few = f"evaluation.tokens = {self.settings.tokens} gives it no sequence of {stage.seq_len:,} tokens"
         for name, read in epochs.items():
             if name not in by_source:
-                self.left_out.append(f"the loss of {name}: {none_learned if read else too_few}")
+                self.time.left_out.append(f"the loss of {name}: {none_learned if read else too_few}")
 
     def _weights(self, stage: ResolvedStage) -> dict[str, float]:
         """The fractions of the stage's mixture among the sources that hold text out; empty if none of them does."""
@@ -212,30 +167,6 @@ class Evaluator:
     def _common_weights(self) -> dict[str, float]:
         """The mixture on which the loss is measured in every stage: that of the first which holds text out."""
         return next(filter(None, map(self._weights, self.stages)), {})
-
-    # Time ----------------------------------------------------------------------------------------------------
-
-    def _affords(self, tokens: int) -> bool:
-        """Whether there is time for this many tokens, by rank 0's clock. Collective."""
-        affords = dist.get_rank() == 0 and self.budget.affords(tokens, self.budget_part)
-        return any_rank(affords, device=self.model.device)[0]
-
-    def _is_due(self, measure: str, for_gate: bool = False, *, tokens: int, later_tokens: int = 0) -> bool:
-        """Whether the gate needs a measurement or there is time for its tokens; if not, note that. Collective.
-
-        Args:
-            later_tokens: of the measurement, beyond these.
-        """
-        due = for_gate or self._affords(tokens)
-        if not due:
-            self.late_tokens += tokens + later_tokens
-            self.left_out.append(f"{measure} ({self._wanted_share(self.late_tokens)})")
-        return due
-
-    def _wanted_share(self, tokens: int) -> str:
-        """The limit of time, and the one that this many more tokens would have needed."""
-        share = min(1.0, self.budget.share_with(tokens) / self.budget_part)
-        return f"evaluation.max_share = {self.budget.max_share:g}, where {share:.2g} would have included it"
 
     # Losses --------------------------------------------------------------------------------------------------
 
@@ -258,41 +189,21 @@ class Evaluator:
             weights: mixture of the sources; None: the stage's.
             measure: what is measured, for `show_progress`.
         """
-        seq_len, device, block_tokens = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
-        count, starts = max(1, (tokens or self.settings.tokens) // seq_len), bin_starts(seq_len)
+        seq_len = batch_layout.seq_len
+        count = max(1, (tokens or self.settings.tokens) // seq_len)
         data = self.data_pipeline.stage_data(stage)
         data = data if weights is None else replace(data, mixture=dict(weights))
         samples = held_out_samples(self.data_pipeline.held_out, seq_len, data, count, block)
         if samples is None:
             return None
-        sources, vocab_size = list(samples.packed), self.data_pipeline.corpus.tokenizer.vocab_size
-        by_bin = torch.zeros(len(sources), 2, len(starts), dtype=torch.float64, device=device)
-        late, by_turn = by_bin.new_zeros(2), by_bin.new_zeros(2, TURNS)
-        label_counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
-        with evaluating(self.model.parts), self.budget.spending(count * seq_len):
+        vocab_size = self.data_pipeline.corpus.tokenizer.vocab_size
+        sums = LossSums(samples, seq_len, count, self.settings.context_gain_tokens, vocab_size, self.model.device)
+        with evaluating(self.model.parts), self.time.budget.spending(count * seq_len):
             for batch in self._batches(samples.sequence, count, _fitted(batch_layout, count), measure):
                 result = self.model.forward(batch, self.model.token_loss)
-                if result is None or not self.model.meshes.owns_loss:
-                    continue
-                losses = result[1]
-                positions = batch.plan.layout.positions(batch.plan.rank, device)
-                labels = batch.labels.to(device)
-                counted = labels != IGNORED
-                label_counts += torch.bincount(labels[counted], minlength=vocab_size)
-                for row, source in enumerate(batch.sources):
-                    by_bin[sources.index(source)] += sum_by_bin(losses[row], counted[row], positions, seq_len)
-                    if samples.packed[source].stream.store.has_masks:
-                        turns_full = samples.sequence(min(batch.numbers[row], count - 1)).turns
-                        turns = batch.plan.shard(torch.from_numpy(turns_full), dim=0).to(device)
-                        has_turn = counted[row] & (turns >= 0)
-                        by_turn += sum_by_index(losses[row] * has_turn, has_turn, turns.clamp(0, TURNS - 1), TURNS)
-                if block_tokens:  # second halves of all blocks but the first: they see half a block at least
-                    is_late = counted & (positions >= block_tokens) & (positions % block_tokens >= block_tokens // 2)
-                    late += torch.stack([(losses.double() * is_late).sum(), is_late.double().sum()])
-            for total in (by_bin, late, by_turn, label_counts):
-                dist.all_reduce(total)
-            epochs = samples.epochs_after(1)
-            return HeldOutLosses(sources, starts, by_bin.cpu(), late.cpu(), by_turn.cpu(), label_counts.cpu(), epochs)
+                if result is not None and self.model.meshes.owns_loss:
+                    sums.add(batch, result[1])
+            return sums.over_ranks()
 
     def _short_loss_rise(
         self, stage: ResolvedStage, batch_layout: BatchLayout, progress: Progress, at_end: bool
@@ -304,12 +215,12 @@ class Evaluator:
         if not (stage.index and (at_end or stage.until)):
             return None
         if not before or math.isnan(before):
-            self.left_out.append(f"{measure}, which was not measured at that stage's end")
+            self.time.left_out.append(f"{measure}, which was not measured at that stage's end")
             return None
         if first.seq_len % length_unit(stage.cp, stage.tp):
-            self.left_out.append(f"{measure}, which cp x tp = {stage.cp * stage.tp} ranks cannot share")
+            self.time.left_out.append(f"{measure}, which cp x tp = {stage.cp * stage.tp} ranks cannot share")
             return None
-        if not self._is_due(measure, "short_loss_rise" in stage.until, tokens=max(tokens, first.seq_len)):
+        if not self.time.is_due(measure, "short_loss_rise" in stage.until, tokens=max(tokens, first.seq_len)):
             return None
         layout, weights = resized(batch_layout, first.seq_len), self._common_weights()
         now = self.held_out_losses(layout, first, tokens=tokens, weights=weights, measure=measure)
@@ -328,17 +239,17 @@ class Evaluator:
             return None
         if seq_len < 2 * block:
             needed = f"2 x evaluation.context_gain_tokens = {2 * block:,}"
-            self.left_out.append(f"context gain: {seq_len:,} tokens are fewer than {needed}")
+            self.time.left_out.append(f"context gain: {seq_len:,} tokens are fewer than {needed}")
             return None
         if not held_out.late[1]:
-            self.left_out.append(
+            self.time.left_out.append(
                 f"context gain: no learned token lies in the second half of a block of {block:,} tokens"
             )
             return None
-        if not self._is_due("context gain", tokens=max(self.settings.tokens, seq_len)):
+        if not self.time.is_due("context gain", tokens=max(self.settings.tokens, seq_len)):
             return None
         in_blocks = self.held_out_losses(batch_layout, stage, block, weights=weights, measure="context gain")
-        return _mean(in_blocks.late) - _mean(held_out.late) if in_blocks else None
+        return means(in_blocks.late) - means(held_out.late) if in_blocks else None
 
     def _batches(
         self, read: Callable[[int], PackedSequence], count: int, batch_layout: BatchLayout, measure: str
@@ -374,7 +285,7 @@ class Evaluator:
         try:
             self.prompts.frame = self._frame(stage)
         except ConfigError as error:
-            self.left_out.append(f"retrieval: {error.message}")
+            self.time.left_out.append(f"retrieval: {error.message}")
             return {}
         by_variant = {}
         for variant in passkey.variants:
@@ -417,7 +328,7 @@ class Evaluator:
             return PackedSequence(*prompt, np.arange(length), (length,), (Span(variant, 0, 0, length),))
 
         if not all(write(number) for number in range(count if length < LONG_PROMPT_TOKENS else 1)):
-            self.left_out.append(f"{variant} at {length:,} tokens, too short for its question")
+            self.time.left_out.append(f"{variant} at {length:,} tokens, too short for its question")
             return []
         batch_layout = _fitted(batch_layout, count)
         mistakes = torch.zeros(count, dtype=torch.int64, device=self.model.device)
@@ -425,10 +336,10 @@ class Evaluator:
         with evaluating(self.model.parts):
             for batch in self._batches(read, count, batch_layout, measure):
                 left = max(0, (count - tried) * length - batch_layout.tokens)
-                if not self._is_due(measure, for_gate, tokens=batch_layout.tokens, later_tokens=left):
+                if not self.time.is_due(measure, for_gate, tokens=batch_layout.tokens, later_tokens=left):
                     break
                 tried = min(count, tried + batch_layout.sequences)
-                with self.budget.spending(batch_layout.tokens):
+                with self.time.budget.spending(batch_layout.tokens):
                     wrong = self.model.forward(batch, wrong_answers)
                     if wrong is not None and self.model.meshes.owns_loss:
                         for number, wrong_tokens in zip(batch.numbers, wrong.tolist(), strict=True):

@@ -192,8 +192,8 @@ class Trainer:
     def resume(self) -> None:
         """Load the newest checkpoint, or the weights to start from. Collective."""
         self.progress = resume.resume(self.saved, self.progress, self.stages, self.model, self.checkpoints)
-        self.evaluator.budget.trained_seconds = self.progress.trained_seconds
-        self.evaluator.budget.evaluation_seconds = self.progress.evaluation_seconds
+        self.evaluator.time.budget.trained_seconds = self.progress.trained_seconds
+        self.evaluator.time.budget.evaluation_seconds = self.progress.evaluation_seconds
         if not self.finished:
             self.data_pipeline.check_epochs(self.stages, self.progress)
 
@@ -333,7 +333,7 @@ class Trainer:
         health = dataclasses.asdict(self.recovery_policy.state)
         self._set_progress(health=health, spike_history=self.step_runner.monitor.spikes.recent)
         seconds = time.perf_counter() - begun
-        self.evaluator.budget.trained_seconds += seconds
+        self.evaluator.time.budget.trained_seconds += seconds
         self.recorder.record_step(
             stage,
             self.progress,
@@ -406,7 +406,7 @@ class Trainer:
 
     def _evaluate_at_start(self, stage: ResolvedStage, batch_layout: BatchLayout) -> None:
         """Evaluate before the first step, if there is time, for later evaluations to be compared with. Collective."""
-        self.evaluator.budget.planned_tokens = sum(each.steps * each.global_batch_tokens for each in self.stages)
+        self.evaluator.time.budget.planned_tokens = sum(each.steps * each.global_batch_tokens for each in self.stages)
         without_gate = dataclasses.replace(stage, until={})  # which would take what time it needs
         if result := self._measure(without_gate, batch_layout):
             self._record_evaluation(stage, result)
@@ -430,7 +430,7 @@ class Trainer:
         begun, step = time.perf_counter(), self.progress.step
         at_end = step == 0 or self._is_trained() or bool(stage.until)  # a gate may end the stage with any evaluation
         self.recorder.record_evaluation(stage, step, result, at_end=at_end)
-        self.evaluator.budget.evaluation_seconds += time.perf_counter() - begun
+        self.evaluator.time.budget.evaluation_seconds += time.perf_counter() - begun
 
     def _measure(self, stage: ResolvedStage, batch_layout: BatchLayout) -> EvaluationResult | None:
         """Evaluate on held-out text; None if nothing could be measured. Collective."""
@@ -489,7 +489,7 @@ class Trainer:
 
     def _count_seconds(self) -> None:
         """Note in the progress how long the run has trained and evaluated."""
-        budget = self.evaluator.budget
+        budget = self.evaluator.time.budget
         self._set_progress(trained_seconds=budget.trained_seconds, evaluation_seconds=budget.evaluation_seconds)
 
     def _save_the_last(self) -> None:

@@ -491,7 +491,7 @@ def too_short(path: Path, question: str) -> list[str]:
     found = evaluator.measure_retrieval(stage, resized(trainer.enter_stage(stage), stage.seq_len))
     assert math.isnan(found["passkey"].accuracy[0, 0])
     assert not math.isnan(found["passkey"].accuracy[0, 1])
-    return evaluator.left_out
+    return evaluator.time.left_out
 
 
 def grid(folder: Path, out: Path, number: int | None = None, tokens: int | None = None) -> dict[str, Any]:

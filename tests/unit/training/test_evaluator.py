@@ -20,7 +20,7 @@ def test_retrieval_is_left_out_where_the_template_takes_no_question(tmp_path: Pa
         held_out={"corpus": None},
         stage_data=lambda _: SimpleNamespace(mixture={"corpus": 1.0}),
     )
-    evaluator = Evaluator(None, pipeline, (stage,), None, None)  # type: ignore[arg-type]
+    evaluator = Evaluator(SimpleNamespace(device="cpu"), pipeline, (stage,), None, None)  # type: ignore[arg-type]
     assert evaluator.measure_retrieval(stage, None) == {}  # type: ignore[arg-type]
-    [left_out] = evaluator.left_out
+    [left_out] = evaluator.time.left_out
     assert left_out.startswith("retrieval: the chat template does not take these messages (of user): template error:")
