@@ -241,9 +241,11 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     trained_weights = lora.active_block + lora.adapters if lora else weights
     forward, backward = (2 * count * tokens / product_rate for count in (weights, weights + trained_weights))
     mlp = 2 * 3 * args.dim * args.active_ffn_dim / tp * tokens / product_rate
-    again = 0.0 if mode in ("none", "selective") else forward
+    # A backward does not need the result of an MLP's last product; the router's gradient needs that of experts.
+    rerun_mlp = mlp if planned.counts.experts else 2 / 3 * mlp
+    again = 0.0 if mode in ("none", "selective") else forward - mlp + rerun_mlp
     if tiles > 1:  # each runs again for itself
-        again += _tiles_again(planned) * mlp - (mlp if again else 0.0)
+        again += _tiles_again(planned) * mlp - (rerun_mlp if again else 0.0)
     linear_backward = backward + again
     scores = planned.mixer(window).head_dim * attention.pairs * sequences
     attention_forward = FORWARD_FLOPS * scores / rates.forward

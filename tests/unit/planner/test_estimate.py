@@ -11,6 +11,7 @@ from tests.support.long_plans import LONG, estimates
 from tests.support.recurrence import delta_rule
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.config import load_config
+from torchtitan_cp.parallel.activation import checkpointed
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import RECURRENCE_RATE, _outer_seconds, _rank_seconds, plan_config
 from torchtitan_cp.planner.parameters import total_parameters
@@ -150,21 +151,39 @@ def test_a_pipeline_saves_nothing_by_freeing_its_weights_and_gathers_them_more_o
     [
         ("none", "false", 1),
         ("selective", "false", 1),
-        ("attention_saved", "false", 0),
-        ("full", "false", 0),
+        ("attention_saved", "false", 1 / 3),
+        ("full", "false", 1 / 3),
         ("none", "true", 2 / 3),
-        ("full", "true", -1 / 3),
+        ("full", "true", 0),
     ],
 )
 def test_tiles_of_an_mlp_run_again_for_themselves_and_not_with_their_block(
     mode: str, compiled: str, times: float
 ) -> None:
-    """Selective recomputation keeps the products of whole MLPs alone. Compiled tiles do not repeat the last product."""
+    """Selective recomputation keeps the products of whole MLPs alone.
+
+    Neither whole MLPs nor compiled tiles repeat the last product.
+    """
     options = (f"--activation.checkpoint={mode}", f"--compile.enable={compiled}")
     whole, tiled = (estimates(LONG, *options, f"--activation.mlp_tiles={tiles}")[0] for tiles in (1, 8))
     seconds = tiled.seconds["linear layers"] - whole.seconds["linear layers"]
     forward = 32 * 3 * 2 * 4096 * 14336 * 4_194_304 / 64
     assert seconds == pytest.approx(times * forward / (989e12 * whole.cluster.accelerator.linear))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_recomputed_block_does_not_repeat_its_last_product(compiled: bool) -> None:
+    up, down, x = (torch.randn(shape, requires_grad=True) for shape in ((8, 32), (32, 8), (4, 8)))
+    block = checkpointed(lambda rows: torch.relu(rows @ up) @ down, "full", None, compiled=compiled)
+    run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
+    run(x).sum().backward()  # compiles
+    with FlopCounterMode(display=False) as counter:
+        run(x).sum().backward()
+    assert counter.get_total_flops() == (6 * 2 + 2) * 4 * 8 * 32
+    none, full = (estimates(LONG, f"--activation.checkpoint={mode}")[0] for mode in ("none", "full"))
+    again = full.seconds["linear layers"] - none.seconds["linear layers"]
+    matrices = full.counts.active_matrices - 4096 * 14336
+    assert again == pytest.approx(32 * 2 * matrices * 4_194_304 / 64 / (989e12 * full.cluster.accelerator.linear))
 
 
 def test_weights_that_are_freed_after_their_forward_are_gathered_again() -> None:
