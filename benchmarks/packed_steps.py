@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.benchmark import Benchmark, Row
+from benchmarks.budget import config_of
 from benchmarks.plan import draw_lengths
-from benchmarks.published import Setup, config_of
 from models import ARCHITECTURES
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.layouts import LAYOUTS
@@ -39,8 +39,7 @@ def measure(flavor: str, lengths: list[int], nodes: int, strategies: list[str], 
                 "activation.checkpoint": "full",
                 "data.document_mask": "true",
             }
-            setup = Setup("packed", cluster, tuple(f"--{key}={value}" for key, value in keys.items()), notes="")
-            (plain,) = plan_config(config_of(setup), cluster)
+            (plain,) = plan_config(config_of([f"--{key}={value}" for key, value in keys.items()]), cluster)
             packed = dataclasses.replace(plain, mask=mask)
             yield {
                 "tokens": seq_len,

@@ -9,8 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchtitan_cp.config import Config
-from torchtitan_cp.config.load import apply_override, build
+from benchmarks.budget import config_of
 from torchtitan_cp.planner.devices import ACCELERATORS, HOST_BYTES, Cluster, make_cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
 
@@ -143,16 +142,7 @@ def published_table() -> list[str]:
 
 def compare(setup: Setup) -> Comparison:
     """Plan a setup; the registry must know `llama`."""
-    return Comparison(setup, plan_config(config_of(setup), setup.cluster)[0])
-
-
-def config_of(setup: Setup) -> Config:
-    """The defaults with a setup's overrides."""
-    table: dict[str, object] = {"curriculum": {"stages": [{"steps": 1}]}}
-    for override in setup.overrides:
-        apply_override(table, override)
-    config: Config = build(Config, table, where="", file=setup.name)
-    return config
+    return Comparison(setup, plan_config(config_of(setup.overrides), setup.cluster)[0])
 
 
 def setups() -> list[Setup]:

@@ -36,7 +36,7 @@ def measure_accelerator(config: Config, args: ModelArgs, ranks_per_node: int) ->
     device = find_device()
     if ranks_per_node > 1:
         torch.set_num_threads(1)  # as torchrun starts them
-    base, dtype = _table_entry(device), getattr(torch, config.training.compute_dtype)
+    base, dtype = table_entry(device), getattr(torch, config.training.compute_dtype)
     tokens = min(TOKENS[device.device.type], max(stage.seq_len for stage in config.curriculum.stages))
     peak = find_peak(device.device, device.name, dtype, config.metrics.peak_tflops).flops_per_second
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -60,7 +60,7 @@ def measure_accelerator(config: Config, args: ModelArgs, ranks_per_node: int) ->
     )
 
 
-def _table_entry(device: Device) -> Accelerator:
+def table_entry(device: Device) -> Accelerator:
     """This device in the planner's table."""
     for name, accelerator in ACCELERATORS.items():
         if name.partition("-")[0] in device.name.lower():

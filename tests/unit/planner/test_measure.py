@@ -53,10 +53,10 @@ def test_a_gpu_is_found_in_the_table_by_its_name() -> None:
     class Named(Device):
         name = "NVIDIA H200"
 
-    assert measure._table_entry(Named(gpu, "nccl")) is ACCELERATORS["h200-141g"]
+    assert measure.table_entry(Named(gpu, "nccl")) is ACCELERATORS["h200-141g"]
     Named.name = "NVIDIA L40S"
     with pytest.raises(ConfigError, match="the planner's table does not have NVIDIA L40S"):
-        measure._table_entry(Named(gpu, "nccl"))
+        measure.table_entry(Named(gpu, "nccl"))
 
 
 def test_the_command_measures_this_machine(
