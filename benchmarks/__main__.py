@@ -26,7 +26,6 @@ BENCHMARKS = {
     "float8": "what keys and values carried in 8 bits cost in precision and save in bytes",
     "memory": "peak memory of one attention, forward and backward, by context-parallel degree",
     "training_memory": "memory ladder: peak of a training step against its length, by what saves memory",
-    "training_speed": "tokens a second and MFU of training steps on one device, by length and activation mode",
     "budget": "what a step on one GPU can reach, by length and activation mode (nothing runs)",
     "planned_memory": "what the planner says of memory, beside a dry run on a GPU that is not there, over the options",
     "planner": "what the planner says of memory and time, beside real training steps",

@@ -1,7 +1,7 @@
 """Runs the parts of `benchmarks/cuda.sh`, each as a process with a limit of time, and says what came of each.
 
 Imports the standard library alone: importing torch may hang or fail as well, and then is a part's failure. What the
-parts do is in cuda_parts.py and cuda_training.py.
+parts do is in cuda_parts.py, cuda_ranks.py, cuda_rates.py, cuda_steps.py and cuda_training.py.
 """
 
 import argparse
@@ -32,9 +32,10 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A process of its own.
+    """A process of its own, which runs the function of its name.
 
     Attributes:
+        module: of benchmarks/, which has the function.
         gpus: it needs so many.
         may_share: with --share-gpu its ranks take turns on one.
     """
@@ -42,30 +43,39 @@ class Part:
     name: str
     limit_seconds: int
     about: str
+    module: str = "cuda_parts"
     gpus: int = 1
     may_share: bool = False
 
 
-# Most telling first. Those for one GPU sum to at most twenty minutes, and each half fits into ten.
+RANKS, TRAINING, RATES, STEPS = "cuda_ranks", "cuda_training", "cuda_rates", "cuda_steps"
+# Speed first: what the goal of half a GPU's peak depends on, in 25 minutes, the first four parts in one call of ten.
+# Then what was shown before and may have broken.
 PARTS = (
-    Part("versions", 50, "driver, torch, cuDNN, NCCL, compiler and packages"),
-    Part("parity", 240, "--verify-parity on NCCL, by exchange and kind of parallelism; doctor", 2, may_share=True),
-    Part("conformance", 180, "attention on NCCL against fp64: exchanges, layouts, masks", 2, may_share=True),
-    Part("faults", 300, "on NCCL: a rank is killed or stopped and losses are equal; a NaN is found", 2, may_share=True),
-    Part("overlap", 120, "a profiled step: keys and values in flight beside compute", gpus=2),
+    Part("versions", 40, "driver, torch, cuDNN, NCCL, compiler and packages"),
+    Part("kernels", 240, "attention kernels by themselves: causal, documents, windows; head dims 128 and 64", RATES),
+    Part("rates", 60, "matrix products of the 8B's sizes, device memory, copies to the host", RATES),
+    Part("layers", 240, "the 8B's layers, compiled, at 4 x 8K and 32K, by what is recomputed", STEPS),
+    Part("long", 240, "the 8B's layers, compiled, at 128K and 512K", STEPS),
+    Part("packed", 150, "the 8B's layers on packed documents; no step takes twice the time of most", STEPS),
+    Part("published", 300, "models and lengths of which others published tokens/s on one H100", STEPS),
+    Part("mixed", 150, "a hybrid with recurrent layers and a mixture of experts, at 32K", STEPS),
+    Part("profile", 80, "a step of the 8B's layers by kinds of kernels, its copies by name", STEPS),
+    Part("parity", 240, "--verify-parity on NCCL, by exchange and kind of parallelism; doctor", RANKS, 2, True),
+    Part("conformance", 180, "attention on NCCL against fp64: exchanges, layouts, masks", RANKS, 2, True),
+    Part("faults", 300, "on NCCL: a rank is killed or stopped and losses are equal; a NaN is found", RANKS, 2, True),
+    Part("overlap", 120, "a profiled step: keys and values in flight beside compute", RANKS, 2),
     Part("flash", 40, "tests of the flash kernel"),
     Part("efficient", 40, "tests of the efficient kernel, which fp32 uses"),
     Part("cudnn", 60, "tests of the cuDNN kernel in bf16; few shapes, as each is a plan to build"),
     Part("linear", 60, "gated delta rules in torch against fp64, then fused kernels where they are installed"),
-    Part("options", 150, "four steps of tiny models with each option that a GPU changes, beside fp32"),
-    Part("stdlib", 180, "stdlib_on_cpu.toml in fp32, and in bf16 killed and resumed with equal losses"),
-    Part("waits", 40, "steps of tiny models, in which the host waits for the GPU nowhere"),
+    Part("options", 150, "four steps of tiny models with each option that a GPU changes, beside fp32", TRAINING),
+    Part("stdlib", 180, "stdlib_on_cpu.toml in fp32, and in bf16 killed and resumed with equal losses", TRAINING),
+    Part("waits", 40, "steps of tiny models, in which the host waits for the GPU nowhere", TRAINING),
     Part("offload", 45, "tests of activations that go to host memory"),
     Part("families", 50, "some models of transformers beside their own attention"),
     Part("shares", 120, "tiles of a ring's plan beside one call of cuDNN, by keys a rank"),
-    Part("steps", 170, "steps of the 1B, the planner beside them, and the longest that fits"),
     Part("flex", 50, "tests of the flex kernel, which Triton compiles"),
-    Part("packed", 60, "compiled steps of the 1B on packed documents, of which none takes twice the time of most"),
 )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a GPU has to show first, in twenty minutes, most telling first; each part has its own limit of time.
+# What a GPU has to show, speed first, in 25 minutes, then what may have broken; each part has its own limit of time.
 #
 #   benchmarks/cuda.sh OUT                       every part that has not run into OUT yet
 #   benchmarks/cuda.sh OUT PART ...              these parts, again if need be

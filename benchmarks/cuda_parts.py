@@ -1,8 +1,9 @@
 """What the parts of `benchmarks/cuda.sh` do: `python -m benchmarks.cuda_parts PART RESULTS [--rehearsal]`.
 
-A part is the function of its name. It writes each case as it comes, and imports what it needs itself: what one part
-lacks is no other's failure. In a rehearsal everything runs on the CPU in its smallest size, the attention kernels of
-CUDA on stand-ins for their operators, and two ranks on gloo take the place of two GPUs.
+A part is the function of its name, in the module that `benchmarks/cuda.py` says. It writes each case as it comes, and
+its module is imported for it alone: what one part lacks is no other's failure. In a rehearsal everything runs on the
+CPU in its smallest size, the attention kernels of CUDA on stand-ins for their operators, and two ranks on gloo take the
+place of two GPUs.
 """
 
 import argparse
@@ -10,15 +11,14 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks import cuda_ranks, cuda_training
-from benchmarks.cuda import CASES_FAILED, ROOT, Line
+from benchmarks.cuda import CASES_FAILED, PARTS, ROOT
 from benchmarks.cuda_record import Record, run_tests
 
 KERNEL_TESTS, OFFLOAD_TESTS = "tests/unit/attention/test_kernels.py", "tests/unit/parallel/test_offload.py"
@@ -130,41 +130,6 @@ def shares(record: Record) -> None:
             record.case(f"{row['kernel']}, {keys} keys a rank, {heads[0]} heads", **kept)
 
 
-def steps(record: Record) -> None:
-    """A step includes the optimizer. The longest is sought with windows, which take no less memory and less time."""
-    speed = importlib.import_module("benchmarks.training_speed")
-    sizes = [(8192, "none"), (8192, "full"), (32768, "full"), (131072, "full")]
-    settings: dict[str, Any] = {"flavor": "1B", "vocabulary": 0, "dtype": "bfloat16"}
-    longest, most = 262144, 1 << 20
-    if record.rehearsal:
-        sizes, longest, most = [(256, "full")], 512, 512
-        settings = {"flavor": "debug", "vocabulary": 512, "dtype": "float32"}
-
-    def step(length: int, mode: str, tiles: int, rounds: int, window: int) -> Line:
-        options = {"lengths": [length], "modes": [mode], "tiles": tiles, "compile": [0], "rounds": rounds}
-        (row,) = speed.measure(**settings, layers=0, **options, optimizer=1, window=window)
-        return dict(row)
-
-    for length, mode in sizes:
-        record.case(f"{length} tokens, {mode}", **step(length, mode, 1, 1, 0))
-
-    def fits(length: int) -> bool:
-        row = step(length, "full", 16, 0, 1024)
-        record.case(f"{length} tokens, full, MLP in 16 tiles, windows of 1024", **row)
-        return "peak_gib" in row
-
-    record.case("longest step that fits", tokens=longest_that_fits(longest, most, fits))
-
-
-def longest_that_fits(length: int, most: int, fits: Callable[[int], bool]) -> int:
-    """By doubling up to `most`, then halfway between the longest that fits and the next; 0: none."""
-    found = 0
-    while length <= most and fits(length):
-        found, length = length, 2 * length
-    between = found + found // 2
-    return between if found and between <= most and fits(between) else found
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part")
@@ -174,7 +139,8 @@ def main(arguments: Sequence[str]) -> int:
     record = Record(options.results, options.part, options.rehearsal)
     if options.rehearsal:
         importlib.import_module("tests.support.emulated_ops").install()
-    {**vars(cuda_training), **vars(cuda_ranks), **globals()}[options.part](record)
+    (part,) = (part for part in PARTS if part.name == options.part)
+    getattr(importlib.import_module(f"benchmarks.{part.module}"), part.name)(record)
     return CASES_FAILED if record.failed else 0
 
 

@@ -2,9 +2,10 @@
 
 import importlib
 import os
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,23 @@ class Record:
     def __init__(self, path: Path, part: str, rehearsal: bool) -> None:
         self.path, self.part, self.rehearsal, self.failed = path, part, rehearsal, False
 
-    def command(self, command: Sequence[str], until: Callable[[], bool] = lambda: False) -> str:
+    def command(
+        self,
+        command: Sequence[str],
+        until: Callable[[], bool] = lambda: False,
+        environment: Mapping[str, str] | None = None,
+    ) -> str:
         """Run it to its end, or until something holds and it is killed with all that it started.
+
+        Args:
+            environment: variables beside those of this process.
 
         Returns:
             why it failed; "" if it did not, or was killed.
         """
         log = self.path.parent / LOG
         start = log.stat().st_size if log.exists() else 0
-        process = subprocess.Popen(command, cwd=ROOT)
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(environment or {})})
         while process.poll() is None:
             if until():
                 kill_descendants(os.getpid())
@@ -48,6 +57,20 @@ class Record:
         print(f"{name}: {status} {why}")
         line: Line = {"part": self.part, "case": name, "status": status}
         append(self.path, line | ({"why": why} if why else {}) | ({"figures": figures} if figures else {}))
+
+
+def beside(name: str, measured: float, predicted: float) -> Line:
+    """Figures of a case: what was measured, what was predicted, and the ratio."""
+    return {name: measured, f"predicted_{name}": predicted, f"{name}_of_predicted": measured / predicted}
+
+
+def environment_of_one_rank() -> dict[str, str]:
+    """Variables with which train.py is the only rank of a job, as a launcher would set them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    rank = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return {name: str(value) for name, value in rank.items()}
 
 
 class Cases:

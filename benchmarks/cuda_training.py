@@ -1,7 +1,6 @@
-"""The parts of `benchmarks/cuda.sh` that train: tiny models with each option, stdlib_on_cpu.toml, packed documents."""
+"""The parts of `benchmarks/cuda.sh` that train to compare: tiny models with each option, and stdlib_on_cpu.toml."""
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -95,7 +94,7 @@ def training_arguments(record: Record, folder: Path, options: Sequence[str]) -> 
     return ["train_configs/stdlib_on_cpu.toml", *options]
 
 
-# What parts `options`, `waits` and `packed` override: the run, its model, and one option.
+# What parts `options` and `waits`, and the rows of cuda_steps.py, override: the run, its model, and one option.
 SHORT = [
     *("--data.source=text", "--data.path=docs/*.md", "--data.document=file", "--data.max_document=700"),
     *("--data.validation_fraction=0.0", "--tokenizer.kind=bytes", "--checkpoint.enable=false"),
@@ -199,22 +198,3 @@ def _at_once(
             return name, why[:500], read(own / ("host_waits.jsonl" if host_waits else "metrics.jsonl"))
 
         yield from pool.map(run, overrides)
-
-
-def packed(record: Record) -> None:
-    """Compiled steps of the 1B on packed documents, of which no two are alike: none takes twice the time of most."""
-    length, steps, more = 8192, 24, ["--model.flavor=1B", BF16, COMPILED, "--activation.checkpoint=selective"]
-    if record.rehearsal:
-        length, steps, more = 256, 2, []
-    stage = f"seq_len = {length}, steps = {steps}, global_batch_tokens = {2 * length}"
-    stage += ', data = {document_mask = true, packing = "best_fit"}'
-    options = [*SHORT, "--optimizer.lr=1e-4", *more, f"--curriculum.stages=[{{{stage}}}]"]
-    for name, why, lines in _at_once(record, {"packed documents": options}):
-        rates = [line["tokens_per_second"] for line in lines]
-        median = statistics.median(rates or [0.0])
-        slow = [line for line in lines[1:] if line["tokens_per_second"] < median / 2]
-        figures = {"median_tokens_per_second": median, "slow_steps": len(slow), **_figures(lines)}
-        record.case(name, not why and len(lines) == steps and not slow, why, **figures)
-        for line in slow[:MAX_SLOW]:
-            seconds = {"data": line["data_wait_seconds"], **line["seconds"]}
-            record.case(f"{name}, slow step {line['step']}", seconds=line["step_seconds"], **seconds)

@@ -7,7 +7,6 @@ go to host_waits.jsonl in the run's folder, one line for each wait.
 
 import json
 import os
-import socket
 import sys
 import traceback
 import warnings
@@ -21,6 +20,7 @@ from unittest.mock import patch
 import torch
 
 import train
+from benchmarks.cuda_record import environment_of_one_rank
 from torchtitan_cp.health import monitor
 from torchtitan_cp.training.trainer import Trainer
 
@@ -65,11 +65,7 @@ def place() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    one_rank = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    os.environ |= {name: str(value) for name, value in one_rank.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= environment_of_one_rank()
     folder = next(x.partition("=")[2] for x in arguments if x.startswith("--job.dump_folder="))
     with noted_waits() as places:
         code = train.main(list(arguments))

@@ -111,7 +111,7 @@ SMALL = {
 # Of a benchmark, what is asked beside.
 SHORT = {"packed": ("--seq-len", "2048")}
 # All benchmarks take minutes though each is quick: here are those that no other command of the pages runs.
-REST = ("optimizer", "training_speed")
+REST = ("optimizer",)
 # They differ from another command here in the values of keys alone, so a check is all that is asked of them.
 CHECKED = (
     "CONFIG_FILE=train_configs/stdlib_on_cpu.toml ./run_train.sh --data.source=text --data.path=my_texts "
