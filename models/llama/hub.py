@@ -40,9 +40,16 @@ KEYS = {
 }
 
 # model_type -> (qkv_bias, qk_norm).
-FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+FAMILIES = {
+    "llama": (False, False),
+    "mistral": (False, False),  # one window in all layers
+    "ministral": (False, False),  # one in some layers
+    "qwen2": (True, False),
+    "qwen3": (False, True),
+}
 # Defaults of the transformers classes for keys that a released config leaves out.
 DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+MISTRAL_WINDOW = 4096
 
 
 def sizes(config: HubConfig) -> dict[str, object]:
@@ -69,16 +76,15 @@ def sizes(config: HubConfig) -> dict[str, object]:
 
 def _windows(family: str, filled: HubConfig, config: HubConfig) -> tuple[int, ...]:
     """The windows of the layers in turn, as their shortest period."""
-    layers = filled["num_hidden_layers"]
-    if family == "mistral":
-        return (config.get("sliding_window", 4096) or 0,)
-    if family == "llama" or not filled.get("use_sliding_window", False):
+    layers, kinds = filled["num_hidden_layers"], filled.get("layer_types")
+    window = config.get("sliding_window", MISTRAL_WINDOW) or 0
+    if family == "mistral" or (family == "ministral" and not kinds):
+        return (window,)
+    if family == "llama" or (family.startswith("qwen") and not filled.get("use_sliding_window", False)):
         return (0,)
     first = filled.get("max_window_layers", 28)
-    kinds = filled.get("layer_types") or [
-        "sliding_attention" if number >= first else "full_attention" for number in range(layers)
-    ]
-    windows = [filled["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds]
+    kinds = kinds or ["sliding_attention" if number >= first else "full_attention" for number in range(layers)]
+    windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
     periods = (length for length in range(1, layers + 1) if layers % length == 0)
     return next(tuple(windows[:length]) for length in periods if windows[:length] * (layers // length) == windows)
 
@@ -93,18 +99,21 @@ def config(args: LlamaArgs) -> dict[str, object]:
         options = [name for name in ("sinks", "qkv_bias", "qk_norm") if getattr(args, name)]
         raise ValueError(f"no published family of this block has {' and '.join(options)}")
     windows = {mixer.window for mixer in args.mixers}
-    family = "qwen2" if args.qkv_bias else "qwen3" if args.qk_norm else "mistral" if any(windows) else "llama"
-    if len(windows - {0}) > 1 or (family == "mistral" and 0 in windows):
-        raise ValueError(f"{family} has one window in every layer, and windows = {list(args.windows)}")
+    without_options = "llama" if not any(windows) else "ministral" if 0 in windows else "mistral"
+    family = "qwen2" if args.qkv_bias else "qwen3" if args.qk_norm else without_options
+    if len(windows - {0}) > 1:
+        raise ValueError(f"{family} has one window in all layers that have any, and windows = {list(args.windows)}")
     found: dict[str, object] = {key: getattr(args, name) for name, key in KEYS.items()}
     found |= {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family, "hidden_act": "silu"}
     if family == "llama" or family == "qwen3":
         found["attention_bias"] = False
-    if family == "mistral":
-        found["sliding_window"] = max(windows)
-    if family.startswith("qwen"):
+    if family != "llama":
+        found["sliding_window"] = max(windows) or None
+    if family == "ministral" or family.startswith("qwen"):
         kinds = ["sliding_attention" if mixer.window else "full_attention" for mixer in args.mixers]
-        found |= {"use_sliding_window": any(windows), "sliding_window": max(windows) or None, "layer_types": kinds}
+        found["layer_types"] = kinds
+    if family.startswith("qwen"):
+        found["use_sliding_window"] = any(windows)
     return found
 
 

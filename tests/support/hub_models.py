@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -43,6 +44,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, sliding_window=20),
     "mistral, no window": MistralConfig(**SIZES, sliding_window=None),
+    "ministral": MinistralConfig(
+        **SIZES, head_dim=12, sliding_window=20, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
     "qwen2": Qwen2Config(**SIZES),
     "qwen2, windows in the last layers": Qwen2Config(**SIZES, **SLIDING),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
@@ -60,6 +64,7 @@ SHAPES = {
     "llama, tied": ("head_dim = 12, norm_eps = 1e-6", "{}"),
     "mistral": ("head_dim = 12, tie_embeddings = false, norm_eps = 1e-6, windows = [20]", "{}"),
     "mistral, no window": ("head_dim = 12, tie_embeddings = false, norm_eps = 1e-6", "{}"),
+    "ministral": ("head_dim = 12, tie_embeddings = false, norm_eps = 1e-6, windows = [20, 0]", "{}"),
     "qwen2": ("head_dim = 12, tie_embeddings = false, norm_eps = 1e-6, qkv_bias = true", "{}"),
     "qwen2, windows in the last layers": (
         "head_dim = 12, tie_embeddings = false, norm_eps = 1e-6, qkv_bias = true, windows = [0, 0, 20, 20]",

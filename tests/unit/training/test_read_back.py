@@ -148,6 +148,7 @@ def test_what_a_config_leaves_out_is_left_out_or_filled_in() -> None:
 OURS = {
     "llama": ("llama", {}),
     "mistral": ("llama", {"windows": [64]}),
+    "ministral": ("llama", {"windows": [64, 0]}),
     "qwen2": ("llama", {"qkv_bias": True}),
     "qwen3": ("llama", {"qk_norm": True, "head_dim": 16}),
     "qwen3_moe": ("moe", {"qk_norm": True}),
