@@ -1,4 +1,4 @@
-"""The doctor of a config on a rank, and thirteen ways to break what stands between a model and its ranks."""
+"""The doctor of a config on a rank, and fourteen ways to break what stands between a model and its ranks."""
 
 import dataclasses
 import json
@@ -20,6 +20,7 @@ from tests.support.runs import TINY, write_run
 from torchtitan_cp.attention import attend, causal_conv, gated_delta_rule
 from torchtitan_cp.attention.linear.states import StateExchange
 from torchtitan_cp.config import load_config
+from torchtitan_cp.parallel.lora import LoRALinear
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training import model as training_model
 from torchtitan_cp.training.doctor import run_doctor
@@ -82,6 +83,16 @@ def _mix_neighbours(model: HuggingFaceModel) -> None:
     mlp: Any = model.layers["1"].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x) + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def _mix_neighbours_in_adapters() -> Any:
+    forward = LoRALinear.forward
+
+    def mixed(self: LoRALinear, x: Tensor) -> Tensor:
+        out = forward(self, x)
+        return out + F.pad(out, (0, 0, 1, 0))[:, :-1]
+
+    return patch.object(LoRALinear, "forward", mixed)
 
 
 def _attend_within_shards(model: HuggingFaceModel) -> None:
@@ -148,6 +159,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "documents": lambda: _attention(_mix_documents),
     "positions": _count_positions,
     "recurrence": lambda: _built(_mix_neighbours),
+    "adapters": _mix_neighbours_in_adapters,
     "twice": _shard_twice,
     "average": lambda: patch.object(training_model.dist, "all_reduce", lambda tokens: tokens),
     "unreached": lambda: _built(_attend_within_shards),

@@ -39,6 +39,7 @@ class Inject:
             gradient: a weight's gradient, before the ranks' sum; weight: a weight itself.
         layer: forward, backward, gradient, weight: number of the block.
         module: forward to weight: a module in the block by name, e.g. feed_forward.w2; empty: the block.
+        parameter: gradient, weight: the module's parameter by name; empty: its first.
         kind: nan, inf: one value becomes it; spike: all become 10,000 times as large.
         transient: the fault is gone when the step is repeated, as after a flipped bit.
     """
@@ -49,6 +50,7 @@ class Inject:
     where: str = "forward"
     layer: int = 0
     module: str = ""
+    parameter: str = ""
     kind: str = "nan"
     transient: bool = False
 
@@ -179,7 +181,7 @@ def fault_in(module: nn.Module, settings: Inject, *, prepend: bool = False) -> I
     Args:
         prepend: run before the other hooks of the module.
     """
-    weight_name = str(_weight_name(module))
+    weight_name = settings.parameter or str(_weight_name(module))
 
     def corrupted(x: Tensor) -> Tensor:
         return corrupt_(x.clone(), settings.kind)

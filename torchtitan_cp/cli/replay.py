@@ -8,8 +8,10 @@ from torch import nn
 
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config.sections import Model
+from torchtitan_cp.config.training import Lora
 from torchtitan_cp.health.replay import Bundle, replay
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy
+from torchtitan_cp.parallel.lora import apply_lora
 from torchtitan_cp.training.model import LayerAttention, cast_parameters
 from torchtitan_cp.training.registry import args_from, empty_model
 
@@ -22,7 +24,10 @@ def build(bundle: Bundle) -> nn.Module:
         return ChunkedCrossEntropy(report["loss_chunk_tokens"], report.get("z_loss", 0.0), scale, softcap)
     assert name, "a bundle without a module is refused before"
     model = Model(architecture=report["architecture"])
-    module = empty_model(model, args_from(model, report["sizes"]), LayerAttention()).get_submodule(name)
+    whole = empty_model(model, args_from(model, report["sizes"]), LayerAttention())
+    if lora := report.get("lora"):
+        apply_lora(whole, Lora(**lora))
+    module = whole.get_submodule(name)
     module.load_state_dict(bundle.under("weight."), assign=True, strict=False)
     return cast_parameters(module, getattr(torch, report["compute_dtype"]))
 

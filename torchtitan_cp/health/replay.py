@@ -46,12 +46,14 @@ class RunSettings(TypedDict):
     Attributes:
         findings: non-finite values or spikes of the step.
         architecture, sizes: of the model; see `registry.sizes_of`.
+        lora: keys of [lora]; None without it.
         loss_chunk_tokens, z_loss, logit_scale, logit_softcap: of the loss.
     """
 
     findings: Sequence[str]
     architecture: str
     sizes: JsonObject
+    lora: dict[str, Any] | None
     compute_dtype: str
     loss_chunk_tokens: int
     z_loss: float

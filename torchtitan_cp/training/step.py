@@ -1,5 +1,6 @@
 """The forward and backward of a step: run, checked on every rank, and run again to diagnose it if it was bad."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -101,6 +102,7 @@ class StepRunner:
             "findings": report.findings or report.spikes,
             "architecture": config.model.architecture,
             "sizes": registry.sizes_of(args),
+            "lora": dataclasses.asdict(config.lora) if config.lora else None,
             "compute_dtype": config.training.compute_dtype,
             "loss_chunk_tokens": config.training.loss_chunk_tokens,
             "z_loss": config.training.z_loss,

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +72,26 @@ def test_a_record_says_where_time_memory_and_work_went(alone: list[dict[str, Any
     assert memory["optimizer"] == pytest.approx(2 * memory["weights"], rel=0.01)
     assert sum(memory.values()) == pytest.approx(looked_at["peak_memory_bytes"], rel=0.2)
     json.dumps(alone)
+
+
+def train_and_listen(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], str]:
+    """On a rank: the lines of metrics.jsonl, and what was printed."""
+    with redirect_stdout(StringIO()) as printed:
+        return train(path, *overrides), printed.getvalue()
+
+
+def test_a_run_with_adapters_records_what_they_take(
+    ranks: Callable[[int], RankPool], run_toml: Path, alone: list[dict[str, Any]]
+) -> None:
+    keys = "--lora.rank=4", "--lora.targets=['layers.1.*w2']", f"--job.dump_folder={run_toml.parent / 'adapters'}"
+    lines, printed = ranks(1)(train_and_listen, run_toml, *PACKED, *keys)[0]
+    for line in lines:
+        assert line["block_grad_norm"]["0"] == 0, "its weights are frozen"
+        assert line["block_grad_norm"]["1"] == pytest.approx(line["grad_norm"])
+    adapters = 4 * (96 + 48)
+    frozen = alone[1]["memory_bytes"]["weights"] / 4
+    memory = lines[1]["memory_bytes"]
+    assert memory["weights"] == 2 * frozen + 4 * adapters
+    assert memory["gradients"] == 4 * adapters
+    assert memory["optimizer"] == pytest.approx(2 * 4 * adapters, rel=0.01)
+    assert f"parameters (trained: {adapters} more in adapters) on 1 x cpu" in " ".join(printed.split())

@@ -1,4 +1,4 @@
-"""The doctor of a config: safe where the program is right, and each of thirteen faults named where it is broken."""
+"""The doctor of a config: safe where the program is right, and each of fourteen faults named where it is broken."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +33,13 @@ def test_an_architecture_of_ours_is_safe(ranks: Callable[[int], RankPool], tmp_p
 def test_adapters_are_safe(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     safe, printed = ranks(2)(diagnose, write_run(tmp_path), "", "--lora.rank=4", "--lora.train=['norm']")[0]
     assert safe, printed
+
+
+@pytest.mark.deep
+def test_a_fault_in_adapters_is_named_by_layer_and_class(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    safe, printed = ranks(2)(diagnose, write_run(tmp_path), "adapters", "--lora.rank=4")[0]
+    assert not safe
+    assert "NOT SAFE: a recurrence or convolution: layers.0.attention.wq (LoRALinear)" in printed, printed
 
 
 @pytest.mark.deep

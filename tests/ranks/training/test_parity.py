@@ -182,6 +182,8 @@ LAYOUTS = {
     # Adapters of low rank beside frozen weights.
     "FSDP 2, adapters": Layout(2, "", "", "adapters"),
     "CP 2, compiled, adapters": Layout(2, "cp=2", COMPILED, "adapters"),
+    "TP 2, adapters": Layout(2, "tp=2", "", "adapters"),
+    "PP 2, adapters": Layout(2, "pp=2", "", "adapters"),
     "PP 2 x TP 2, adapters": Layout(4, "pp=2 tp=2", "", "adapters", deep=False),
     "FSDP 2 x CP 2, recomputed, adapters": Layout(4, "cp=2", FULL, "adapters", deep=False),
     "TP 2, compiled, attention saved, adapters": Layout(2, "tp=2", f"{COMPILED} {ATTENTION_SAVED}", "adapters"),

@@ -59,6 +59,7 @@ def verify_broken(path: Path, *overrides: str) -> bool:
         ),
         ["--parallel.pp=2", "--parallel.tp=2", "--model.overrides.windows=[100, 0]"],
         pytest.param(["--parallel.tp=2", "--lora.rank=4", "--lora.train=['tok_embeddings']"], marks=pytest.mark.deep),
+        pytest.param(["--parallel.pp=2", "--lora.rank=4", "--lora.train=['tok_embeddings']"], marks=pytest.mark.deep),
     ],
 )
 def test_parity_holds_on_every_layout(ranks: Callable[[int], RankPool], tmp_path: Path, overrides: list[str]) -> None:
