@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MinistralConfig, MinistralForCausalLM
 
 from tests.support.forked_python import forked_python
 from tests.support.hub_models import SIZES
@@ -66,6 +66,7 @@ def stages(number: int, seq_len: int = 0, tokens: int = 0, steps: int = 1) -> tu
 # Of each config that the pages train, the words that cut it.
 RUNS = {
     "train_configs/quickstart.toml": (*stages(3, seq_len=64, tokens=4096), "--evaluation.passkey.trials=1"),
+    "train_configs/lora_on_cpu.toml": (*stages(2, seq_len=64, tokens=4096), "--evaluation.passkey.trials=1"),
     "train_configs/stdlib_on_cpu.toml": (*stages(3, seq_len=256, tokens=2048), "--model.overrides.n_layers=1"),
     "train_configs/six_stages_on_cpu.toml": (
         *stages(6, tokens=8192),
@@ -223,6 +224,13 @@ def give_checkpoint(folder: Path) -> None:
     (folder / "books" / "all.jsonl.zst").write_bytes(zstd.compress(lines.encode()))
 
 
+def give_export(folder: Path) -> None:
+    """What the recipe for adapters starts from, of a size for tests: windows in some layers, as in the quickstart."""
+    windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    config = MinistralConfig(**SIZES | windows | {"vocab_size": 257, "head_dim": 12})
+    MinistralForCausalLM(config).save_pretrained(folder)
+
+
 def without_rounding(report: str) -> str:
     """A doctor's report without what differs between machines: rounding errors, digits of the loss, memory."""
     return re.sub(r"\d\.\de-\d\d|(?<=\.\d\d)\d+|\d+(?= MiB)", "", report)
@@ -252,6 +260,8 @@ def test_a_run_of_the_pages_does_what_it_says(command: str, desk: Path, forked: 
     if "/data/" in command:
         give_checkpoint(desk / "data")
         command = command.replace("/data/", f"{desk}/data/")
+    if "lora_on_cpu" in command:
+        give_export(desk / "outputs" / "quickstart_64")
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=desk,

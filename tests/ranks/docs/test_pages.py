@@ -113,8 +113,11 @@ def reader(run: Path, tmp_path: Path) -> Reader:
 
 # A page may say of another run, or with other words behind "#", what another page says.
 # Of runs that this reader does not have, with adapters, conversations or several stages, or of a large model's search:
-# tests/unit/cli/test_preview.py, tests/ranks/models/test_peft.py and tests/unit/planner/test_fits.py run these.
-NEEDS_ANOTHER = re.compile(r"export outputs/run (adapter|whole)|preview my\.toml --|plan .* --search .*--ranks")
+# tests/unit/cli/test_preview.py, tests/ranks/models/test_peft.py, tests/ranks/training/test_lora_recipe.py and
+# tests/unit/planner/test_fits.py run these.
+NEEDS_ANOTHER = re.compile(
+    r"export outputs/(run (adapter|whole)|quickstart/|lora)|preview my\.toml --|plan .* --search .*--ranks"
+)
 ONCE = sorted(
     {
         words_of(command)
