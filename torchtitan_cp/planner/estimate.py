@@ -182,8 +182,10 @@ def plan_config(config: Config, cluster: Cluster, model_args: ModelArgs | None =
     Raises:
         UserError, ContextParallelError: a run on so many ranks would refuse the config.
     """
-    run = resolve_run(config, cluster.ranks, model_args or sized_model_args(config))
-    inactive: dict[str, dict[str, bool]] = {} if cluster.accelerator.capability else OFFLOADS
+    on_gpu = cluster.accelerator.capability is not None
+    args = model_args or sized_model_args(config)
+    run = resolve_run(config, cluster.ranks, args, device="cuda" if on_gpu else "cpu")
+    inactive: dict[str, dict[str, bool]] = {} if on_gpu else OFFLOADS
     return tuple(
         Estimate(run.config_of(stage).with_keys(**inactive), run.model_args, stage, cluster) for stage in run.stages
     )

@@ -207,8 +207,10 @@ class ParallelModel:
             check_pipeline_targets(self.trained_names, self.layers.layers)
         self.reset_optimizers()
         chunk, z_loss = config.training.loss_chunk_tokens, config.training.z_loss
+        assert chunk, "resolve_run decides it"
+        self.compiled = bool(config.compile.enable)
         self.token_loss = ChunkedCrossEntropy(
-            chunk, z_loss, args.logit_scale, args.logit_softcap, compiled=config.compile.enable
+            chunk, z_loss, args.logit_scale, args.logit_softcap, compiled=self.compiled
         )
         self.observe: Callable[[MicroBatch, Tensor], None] | None = None
         self.watches = {name: Stopwatch(self.device) for name in WATCHED}
@@ -275,7 +277,7 @@ class ParallelModel:
         layers = [layer for part in self.parts for layer in part.layers.values()]
         names = "forward", "mlp"
         compiled = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
-        if self.config.compile.enable:
+        if self.compiled:
             self._wrap_blocks(Compile(enable=False))
         compiled_losses, self.token_loss.compiled_losses = self.token_loss.compiled_losses, None
         try:

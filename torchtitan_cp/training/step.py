@@ -41,7 +41,7 @@ class StepRunner:
             model.meshes.tp,
             model.device,
             self._repeat,
-            compiled=config.compile.enable,
+            compiled=model.compiled,
         )
         self.routing: Routing | None = None
         self.healthy_batches: tuple[MicroBatch, ...] = ()
@@ -102,7 +102,7 @@ class StepRunner:
             "architecture": config.model.architecture,
             "sizes": registry.sizes_of(args),
             "compute_dtype": config.training.compute_dtype,
-            "loss_chunk_tokens": config.training.loss_chunk_tokens,
+            "loss_chunk_tokens": self.model.token_loss.chunk_tokens,
             "z_loss": config.training.z_loss,
             "logit_scale": args.logit_scale,
             "logit_softcap": args.logit_softcap,
