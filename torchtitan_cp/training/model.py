@@ -22,7 +22,7 @@ from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
 from torchtitan_cp.metrics.throughput import adapter_flops_per_token, flops_per_token, layer_costs
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
-from torchtitan_cp.optim.clip import scale_gradients, square_norms
+from torchtitan_cp.optim.clip import square_norms, step_clipped
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
 from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.rules import check_rules
@@ -377,10 +377,9 @@ class ParallelModel:
             routing: of the step's tokens to experts.
         """
         with self.watches["optimizer"].running():
-            scale_gradients(self.parts.parameters(), grad_norm, self.config.training.max_grad_norm)
             for optimizer in self.optimizers:
                 set_learning_rates(optimizer, lr)
-                optimizer.step()
+                step_clipped(optimizer, grad_norm, self.config.training.max_grad_norm)
             self.zero_grad()
         rate = self.config.training.router_bias_update
         if routing and rate:
