@@ -148,8 +148,8 @@ class Parallel:
         tp: tensor-parallel ranks, best in one node
         ep: expert-parallel ranks, a divisor of dp_shard x cp; each has its share of the experts of every layer
         async_tp: CUDA, compiled blocks: tensor-parallel communication overlaps the matrix products in parts
-        fsdp_reshard: whether a block's gathered weights are freed after its forward; auto: never in a pipeline, else
-            always
+        fsdp_reshard: whether a block's gathered weights are freed after each forward and backward; never: after a
+            step's last backward; auto: never in a pipeline, else always
         fsdp_cpu_offload: keep weights, gradients and optimizer state in host memory (CUDA)
     """
 

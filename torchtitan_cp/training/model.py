@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_cp import attention
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan
@@ -299,15 +300,27 @@ class ParallelModel:
             self.pipeline.train_step(micro_batches, self._hidden(micro_batches[0]), train_part)
         else:
             for number, batch in enumerate(micro_batches, 1):
-                # Every FSDP group has gradients in the last micro-batch too, so none keeps a sum for the next step.
-                if self.meshes.degrees.dp_replicate > 1 and self.config.sync_replicas_once_per_step:
-                    self.parts[0].set_requires_all_reduce(number == len(micro_batches))  # type: ignore[operator]
+                self._prepare_fsdp(is_last=number == len(micro_batches))
                 with self.watches["forward"].running():
                     loss = train_part(self.parts[0], None, batch)
                 with self.watches["backward"].running():
                     loss.backward()
         sums = loss_sum * self.meshes.owns_loss, counts.divisor, counts.learned_tokens, self.token_loss.largest_logit
         return StepSums(*sums)
+
+    def _prepare_fsdp(self, *, is_last: bool) -> None:
+        """Have FSDP do in a micro-batch what it must; what can wait, it does in the last one of a step.
+
+        Every FSDP group has gradients in the last micro-batch too, so none keeps a sum for the next step.
+        """
+        model, degrees = cast(FSDPModule, self.parts[0]), self.meshes.degrees
+        if self.config.sync_once_per_step:
+            if degrees.fsdp == degrees.tp == 1:  # whole gradients are no larger than the shards
+                model.set_requires_gradient_sync(is_last)
+            elif degrees.dp_replicate > 1:
+                model.set_requires_all_reduce(is_last)
+        if self.config.parallel.fsdp_reshard == "never":
+            model.set_reshard_after_backward(is_last)
 
     def _train_part(
         self, divisor: Tensor, loss_sum: Tensor, forward: Forward, hidden: Tensor | None, batch: MicroBatch
