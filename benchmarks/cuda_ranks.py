@@ -33,7 +33,10 @@ TRACE_BYTES = 16 << 20  # of a trace that is kept
 AT_ONCE = 4  # jobs
 # Of two ranks or more, by what is exchanged between them.
 PARITY: dict[str, list[str]] = {
-    **{name: [f"--context_parallel.strategy={name}"] for name in ("ring", "all_gather", "all_to_all")},
+    **{
+        name: [f"--context_parallel.strategy={name}", "--compile.enable=false"]
+        for name in ("ring", "all_gather", "all_to_all")
+    },
     "hybrid": ["--context_parallel.strategy=hybrid", "--context_parallel.all_to_all_ranks=2"],
     "ring, compiled": ["--context_parallel.strategy=ring", "--compile.enable=true"],
     "replicas": ["--parallel.dp_replicate=2"],

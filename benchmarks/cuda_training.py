@@ -99,7 +99,7 @@ SHORT = [
     *("--data.source=text", "--data.path=docs/*.md", "--data.document=file", "--data.max_document=700"),
     *("--data.validation_fraction=0.0", "--tokenizer.kind=bytes", "--checkpoint.enable=false"),
     *("--metrics.tensorboard=false", "--evaluation.tokens=1024", "--evaluation.passkey.trials=0"),
-    "--lr_scheduler.warmup_steps=0",
+    *("--lr_scheduler.warmup_steps=0", "--compile.enable=false"),
     "--curriculum.stages=[{seq_len = 2048, steps = 4, global_batch_tokens = 8192, "
     'data = {document_mask = true, packing = "best_fit"}}]',
 ]

@@ -10,6 +10,7 @@ from torchtitan_cp.parallel.checks import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster, make_cluster
 from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.training.registry import model_args_of
+from torchtitan_cp.training.resolve import LOSS_CHUNK_TOKENS
 
 FLAVORS, LENGTHS = ("8B", "70B", "405B"), (32768, 131072, 524288, 1048576)
 MAX_RANKS, NODE, MLP_TILES = 4096, 8, 8
@@ -78,6 +79,7 @@ def _config(flavor: str, seq_len: int, ranks: int, tp: int, cp: int) -> Config:
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, flavor=flavor),
+        training=dataclasses.replace(base.training, loss_chunk_tokens=LOSS_CHUNK_TOKENS),
         parallel=dataclasses.replace(base.parallel, tp=tp),
         activation=dataclasses.replace(base.activation, checkpoint="full", mlp_tiles=MLP_TILES),
         curriculum=dataclasses.replace(base.curriculum, stages=(stage,)),

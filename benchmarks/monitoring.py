@@ -55,7 +55,7 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
     config = build(Config, tomli.loads(text), where="", file="benchmark")
     world = World(0, 1, find_device())
     trainer = Trainer(config, world)
-    run = resolve_run(config, 1, trainer.model.args)
+    run = resolve_run(config, 1, trainer.model.args, device=world.device.device.type)
     bare = ParallelModel(run, world, trainer.meshes, trainer.stages[0])
     shape = trainer.enter_stage(trainer.stages[0])
     bare.configure_stage(trainer.stages[0])

@@ -32,6 +32,9 @@ kind = "bytes"
 compute_dtype = "bfloat16"
 loss_chunk_tokens = 4096
 
+[compile]
+enable = false
+
 [lr_scheduler]
 warmup_steps = 0
 

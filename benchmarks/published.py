@@ -235,7 +235,7 @@ def _overrides(flavor: str, length: int, batch_tokens: int, cp: int, *more: str)
     stage = "--curriculum.stages[0]"
     return (
         f"--model.flavor={flavor}", f"{stage}.seq_len={length}", f"{stage}.global_batch_tokens={batch_tokens}",
-        f"{stage}.cp={cp}", "--context_parallel.kernel=flash", *more,
+        f"{stage}.cp={cp}", "--context_parallel.kernel=flash", "--compile.enable=false", *more,
     )  # fmt: skip
 
 

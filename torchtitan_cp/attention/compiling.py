@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -29,6 +30,20 @@ def compile_whole(function: Callable[P, Result]) -> Callable[P, Result]:
     """
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
     return torch.compile(function, fullgraph=True)
+
+
+@cache
+def compile_on_cuda(function: Callable[P, Result], on_cuda: bool) -> Callable[P, Result]:
+    """A function of an operator, compiled on CUDA, where each operation alone would move several times the bytes."""
+    if not on_cuda:
+        return function
+    compiled = compile_whole(function)
+
+    def run(*arguments: P.args, **named: P.kwargs) -> Result:
+        with with_autograd(), torch.no_grad():
+            return compiled(*arguments, **named)
+
+    return run
 
 
 def guard_only_read_fields(cls: Class) -> Class:

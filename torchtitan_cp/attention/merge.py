@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.compiling import compile_on_cuda
+
 Rows = tuple[slice | Tensor, slice | Tensor]  # an index of (batch rows, local rows); `[n]` int64 tensors gather rows
 ALL: Rows = (slice(None), slice(None))
 
@@ -33,11 +35,11 @@ class RunningSoftmax:
             self.sums = out, lse
             return
         total, total_lse = self.sums = self._totals()
-        merged = torch.logaddexp(total_lse[rows], lse)
-        # Where neither side has a key, exp(-inf - -inf) is NaN and the weight must be 0.
-        weight = torch.exp(lse - merged).nan_to_num_(0.0)
-        total[rows] = total[rows].lerp_(out.to(total.dtype), weight.unsqueeze(-1))  # a slice is not copied
-        total_lse[rows] = merged
+        # Views, because compiled code would be made again for other bounds of a slice.
+        spans = tuple(index if isinstance(index, slice) else slice(None) for index in rows)
+        gathered = tuple(slice(None) if isinstance(index, slice) else index for index in rows)
+        merge = compile_on_cuda(_merge, total.is_cuda)
+        merge(total[spans], total_lse[spans], gathered, out, lse)
 
     def _totals(self) -> tuple[Tensor, Tensor]:
         """The running (out, lse) in their accumulation dtype; a single tile that covers all rows needs none."""
@@ -61,6 +63,15 @@ class RunningSoftmax:
             out = out.to(lse.dtype) * share.unsqueeze(-1)
             lse = with_sink
         return out.to(self.q.dtype).contiguous(), lse.contiguous()
+
+
+def _merge(total: Tensor, total_lse: Tensor, rows: tuple[slice | Tensor, ...], out: Tensor, lse: Tensor) -> None:
+    """Merge a tile into these rows of the running (out, lse), in place."""
+    merged = torch.logaddexp(total_lse[rows], lse)
+    # Where neither side has a key, exp(-inf - -inf) is NaN and the weight must be 0.
+    weight = torch.exp(lse - merged).nan_to_num_(0.0)
+    total[rows] = total[rows].lerp_(out.to(total.dtype), weight.unsqueeze(-1))  # a slice is not copied
+    total_lse[rows] = merged
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:

@@ -47,10 +47,11 @@ def check_run(config: Config, ranks: int, *, trains: bool = True) -> str:
     Raises:
         UserError, ContextParallelError: the first problem found.
     """
-    run = resolve_run(config, ranks)
+    device = find_device().device.type
+    run = resolve_run(config, ranks, device=device)
     config = run.config
     check_files(config, reads_corpus=trains)
-    args = check_before_corpus(run, find_device().device.type, trains=trains)
+    args = check_before_corpus(run, device, trains=trains)
     log_rope_notes(config, run.stages, args)
     for line in shortened_warmups(config, run.stages):
         logger.warning(line)
@@ -68,4 +69,6 @@ def check_run(config: Config, ranks: int, *, trains: bool = True) -> str:
             logger.warning("%s trains, but cannot be exported: %s", stage.where, error.message)
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in run.stages)
     steps = sum(stage.steps for stage in run.stages)
-    return f"{steps} step{'s' * (steps > 1)} on {ranks} rank{'s' * (ranks > 1)}: {lengths}"
+    compiled = "compiled" if config.compile.enable else f"not compiled{run.uncompiled and f' ({run.uncompiled})'}"
+    chunk = f"loss in chunks of {config.training.loss_chunk_tokens} tokens"
+    return f"{steps} step{'s' * (steps > 1)} on {ranks} rank{'s' * (ranks > 1)}: {lengths}; {compiled}, {chunk}"

@@ -119,28 +119,43 @@ def _check_sections(config: Config, stages: Stages, ranks: int) -> None:
 
 def _check_stage_sections(config: Config, stage: ResolvedStage, first: ResolvedStage) -> None:
     """Rules between the sections of the whole run and what a stage may set for itself."""
-    schedule, compiled, recomputed = config.parallel.pp_schedule, config.compile.enable, stage.activation.checkpoint
+    schedule, recomputed = config.parallel.pp_schedule, stage.activation.checkpoint
     if (stage.tp, stage.pp) != (first.tp, first.pp) and not config.checkpoint.enable:
         raise ConfigError(
             f"{stage.where} changes tp or pp, which needs a checkpoint, and checkpoint.enable = false",
             fix="enable checkpoints, or keep one tp and pp",
         )
-    if stage.pp > 1 and SCHEDULES[schedule].splits_backward:
-        plain = ", ".join(name for name, known in SCHEDULES.items() if not known.splits_backward)
-        split = f"parallel.pp_schedule = {schedule!r} splits the backward of a block, which"
-        if compiled:
-            raise ConfigError(f"{split} a compiled block cannot", fix=f"use {plain}, or compile.enable = false")
-        if recomputed not in ("none", "full"):
-            # Each half of the backward recomputes the block, which torch's selective recomputation allows only once.
-            raise ConfigError(
-                f"{split} activation.checkpoint = {recomputed!r} in {stage.where} does not allow",
-                fix=f"use {plain}, or activation.checkpoint = 'full' or 'none'",
-            )
+    if config.compile.enable:
+        check_compiled_pipeline(config, stage)
+    if stage.pp > 1 and SCHEDULES[schedule].splits_backward and recomputed not in ("none", "full"):
+        # Each half of the backward recomputes the block, which torch's selective recomputation allows only once.
+        raise ConfigError(
+            f"{_splitting(schedule)} activation.checkpoint = {recomputed!r} in {stage.where} does not allow",
+            fix=f"use {_unsplit_schedules()}, or activation.checkpoint = 'full' or 'none'",
+        )
     if config.training.float8 != "none" and stage.tp > 1:
         raise ConfigError(
             "training.float8 does not work with parallel.tp above 1: torchao's layers take whole weights",
             fix="use dp_shard or cp for these ranks, or float8 = 'none'",
         )
+
+
+def check_compiled_pipeline(config: Config, stage: ResolvedStage) -> None:
+    """Refuse compiled blocks under a pipeline schedule that splits their backward."""
+    schedule = config.parallel.pp_schedule
+    if stage.pp > 1 and SCHEDULES[schedule].splits_backward:
+        raise ConfigError(
+            f"{_splitting(schedule)} a compiled block cannot",
+            fix=f"use {_unsplit_schedules()}, or compile.enable = false",
+        )
+
+
+def _splitting(schedule: str) -> str:
+    return f"parallel.pp_schedule = {schedule!r} splits the backward of a block, which"
+
+
+def _unsplit_schedules() -> str:
+    return ", ".join(name for name, known in SCHEDULES.items() if not known.splits_backward)
 
 
 def _check_groups(config: Config) -> None:

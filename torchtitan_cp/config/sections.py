@@ -176,8 +176,8 @@ class Config:
     curriculum: Curriculum = field(default_factory=Curriculum)
 
     @property
-    def sync_replicas_once_per_step(self) -> bool:
-        """Whether replicas all-reduce gradients once a step without a pipeline; with one they always do, in fp32.
+    def sync_once_per_step(self) -> bool:
+        """Whether gradients reach replicas, or the shards of one rank, once a step; with a pipeline all do, in fp32.
 
         Until then FSDP2 adds them up on the device in reduce_dtype, where bf16 would lose digits each time.
         """

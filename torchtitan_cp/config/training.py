@@ -24,7 +24,7 @@ class Training:
         micro_batch_sequences: sequences a data-parallel rank runs at once
         reduce_dtype: dtype in which gradients are summed over ranks
         max_grad_norm: gradients are clipped to this global norm; 0: never
-        loss_chunk_tokens: tokens whose logits exist at the same time
+        loss_chunk_tokens: tokens whose logits exist at the same time; default: 4096 compiled on CUDA, else 1024
         z_loss: weight of logsumexp(logits)^2 in the loss of each token, e.g. 1e-4
         router_bias_update: by how much a step raises the bias of experts with fewer tokens than the mean, and lowers
             that of the others, e.g. 1e-3, in models whose routers have such biases; 0: not at all
@@ -39,7 +39,7 @@ class Training:
     micro_batch_sequences: int = key(1, least=1)
     reduce_dtype: str = key("float32", choices=("float32", "bfloat16"))
     max_grad_norm: float = key(1.0, least=0)
-    loss_chunk_tokens: int = key(1024, least=1)
+    loss_chunk_tokens: int | None = key(None, least=1)
     z_loss: float = key(0.0, least=0)
     router_bias_update: float = key(0.0, least=0)
     loss_normalization: str = key("token", choices=("token", "conversation", "batch_tokens"))
@@ -148,8 +148,8 @@ class Parallel:
         tp: tensor-parallel ranks, best in one node
         ep: expert-parallel ranks, a divisor of dp_shard x cp; each has its share of the experts of every layer
         async_tp: CUDA, compiled blocks: tensor-parallel communication overlaps the matrix products in parts
-        fsdp_reshard: whether a block's gathered weights are freed after its forward; auto: never in a pipeline, else
-            always
+        fsdp_reshard: whether a block's gathered weights are freed after each forward and backward; never: after a
+            step's last backward; auto: never in a pipeline, else always
         fsdp_cpu_offload: keep weights, gradients and optimizer state in host memory (CUDA)
     """
 
@@ -221,7 +221,8 @@ class Compile:
     """torch.compile of the blocks and the loss.
 
     Attributes:
-        enable: compile each block, and without tensor parallelism the loss between its matrix products
+        enable: compile each block, and without tensor parallelism the loss between its matrix products; default: on
+            CUDA, where nothing in the run excludes it
     """
 
-    enable: bool = False
+    enable: bool | None = None

@@ -1,4 +1,4 @@
-"""Global-norm clipping in two halves: this rank's square norms, which the caller sums over the ranks; and scaling."""
+"""Global-norm clipping in two halves: this rank's square norms, which the caller sums over the ranks; and the step."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import AdamW, Optimizer
 
 from torchtitan_cp.attention.local_shard import local_tensor
 
@@ -59,11 +60,25 @@ def _local_and_copies(gradient: Tensor, ranks: int | None) -> tuple[Tensor, floa
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], global_norm: float, max_norm: float) -> None:
-    """Shrink gradients in place to `max_norm` if their global norm is larger; 0 never clips.
+def step_clipped(optimizer: Optimizer, global_norm: float, max_norm: float) -> None:
+    """Step with gradients shrunk to `max_norm` if their global norm is larger; 0 never clips.
 
+    torch's fused AdamW has `grad_scale`, the factor of a scaled loss: its kernel divides each gradient by it, and
+    stores the result. So its step is that of gradients divided by global_norm / max_norm, which is rounded to fp32.
+    For other optimizers a pass multiplies all gradients by max_norm / global_norm first.
     Source: Pascanu et al., 2013.
     """
-    if max_norm and global_norm > max_norm:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not max_norm or not global_norm > max_norm:
+        optimizer.step()
+    elif isinstance(optimizer, AdamW) and optimizer.defaults["fused"]:
+        device = parameters[0].device
+        optimizer.grad_scale = torch.full((), global_norm / max_norm, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+    else:
         gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, max_norm / global_norm)
+        optimizer.step()

@@ -75,7 +75,7 @@ def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, de
         if activation.mlp_tiles > 1:
             layer.mlp = tiled(layer.mlp, activation.mlp_tiles, gathers=hasattr(layer, "experts"))
         if activation.checkpoint != "none":
-            layer.forward = checkpointed(layer.forward, activation.checkpoint, host, compiled=compiling.enable)
+            layer.forward = checkpointed(layer.forward, activation.checkpoint, host, compiled=bool(compiling.enable))
         if compiling.enable:  # equal blocks share the compiled code, and a second length makes it dynamic
             layer.forward = compile_whole(layer.forward)
         if host:  # around the compiled block, so that the hooks see all that it saves

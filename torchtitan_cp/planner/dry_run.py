@@ -26,7 +26,7 @@ from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Forward
 from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_flex, fake_job, real_tensors
 from torchtitan_cp.planner.parameters import sized_model_args
-from torchtitan_cp.runtime.device import Device, World
+from torchtitan_cp.runtime.device import Device, World, find_device
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
 
@@ -128,8 +128,8 @@ class DryModel(ParallelModel):
 def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     """Build the model as one rank of a job and run one step of each stage with fake tensors, without a device.
 
-    Operations are those of the CPU, and attention takes the CPU kernel's path. Blocks are not compiled. A step too
-    small for so many ranks is made larger, and the log says so.
+    Operations are those of the CPU, and attention takes the CPU kernel's path. Blocks are not compiled; the loss has
+    the chunks of a run on this machine. A step too small for so many ranks is made larger, and the log says so.
 
     Args:
         ranks: of the job; rank: the one to be.
@@ -140,7 +140,8 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     if not 0 <= rank < ranks:
         raise ConfigError(f"there is no rank {rank} among {ranks}", fix=f"use --rank 0 to {ranks - 1}")
     config = config.with_keys(context_parallel={"kernel": "auto"})
-    run = resolve_run(with_shared_batches(config, ranks), ranks, sized_model_args(config))
+    device = find_device().device.type
+    run = resolve_run(with_shared_batches(config, ranks), ranks, sized_model_args(config), device=device)
     run = dataclasses.replace(run, config=run.config.with_keys(compile={"enable": False}, parallel={"async_tp": False}))
     processes = min(usable_cores(), len(run.stages))
     logger.info("one step of each of %d stages as rank %d of %d, on fake tensors", len(run.stages), rank, ranks)

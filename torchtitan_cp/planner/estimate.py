@@ -182,8 +182,10 @@ def plan_config(config: Config, cluster: Cluster, model_args: ModelArgs | None =
     Raises:
         UserError, ContextParallelError: a run on so many ranks would refuse the config.
     """
-    run = resolve_run(config, cluster.ranks, model_args or sized_model_args(config))
-    inactive: dict[str, dict[str, bool]] = {} if cluster.accelerator.capability else OFFLOADS
+    on_gpu = cluster.accelerator.capability is not None
+    args = model_args or sized_model_args(config)
+    run = resolve_run(config, cluster.ranks, args, device="cuda" if on_gpu else "cpu")
+    inactive: dict[str, dict[str, bool]] = {} if on_gpu else OFFLOADS
     return tuple(
         Estimate(run.config_of(stage).with_keys(**inactive), run.model_args, stage, cluster) for stage in run.stages
     )
@@ -291,15 +293,16 @@ def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> flo
         # If each forward frees the weights, the next one gathers them again.
         gathers = 1.0 if planned.config.parallel.fsdp_reshard == "always" else 1 / planned.stage.micro_batches
         return max(0.0, gather - forward) * gathers + max(0.0, reduce_last - backward) / planned.stage.micro_batches
-    twice = gather if planned.config.parallel.fsdp_reshard != "never" else 0.0
+    stays = planned.config.parallel.fsdp_reshard == "never"  # gathered, until the step's last backward
+    gathers, twice = (1 / planned.stage.micro_batches, 0.0) if stays else (1.0, gather)
     others, last = (max(0.0, twice + sent - backward) for sent in (reduce, reduce_last))
-    return max(0.0, gather - forward) + others + (last - others) / planned.stage.micro_batches
+    return max(0.0, gather - forward) * gathers + others + (last - others) / planned.stage.micro_batches
 
 
 def _fsdp_seconds(planned: PlannedStage, parameters: float, trained: float) -> tuple[float, float, float]:
     """Time to gather parameters, to reduce gradients of the trained, and to reduce those of a step's last micro-batch.
 
-    The gradients of the last micro-batch, or of all if `sync_replicas_once_per_step` is false, are also summed
+    The gradients of the last micro-batch, or of all if `sync_once_per_step` is false, are also summed
     over replicas.
     """
     degrees, collective_seconds = planned.degrees, planned.cluster.collective_seconds
@@ -307,7 +310,7 @@ def _fsdp_seconds(planned: PlannedStage, parameters: float, trained: float) -> t
     reduce = collective_seconds(trained * planned.reduce_bytes, degrees.fsdp, degrees.tp)
     shard = trained * planned.reduce_bytes / degrees.fsdp
     last = reduce + 2 * collective_seconds(shard, degrees.dp_replicate, degrees.tp * degrees.fsdp)
-    return gather, reduce if planned.config.sync_replicas_once_per_step else last, last
+    return gather, reduce if planned.config.sync_once_per_step else last, last
 
 
 def _outer_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
@@ -322,10 +325,11 @@ def _outer_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, flo
     lora, ends = planned.trained, (pp_rank.is_first, pp_rank.is_last, args.tie_embeddings)
     outer = lora.outer(*ends) if lora else pp_rank.outer_parameters
     gather, reduce, reduce_last = _fsdp_seconds(planned, pp_rank.outer_parameters, outer)
+    again = 0.0 if planned.config.parallel.fsdp_reshard == "never" else gather
     seconds = {
         "linear layers": (6 if planned.trains_output else 4) * matrix * tokens * times / rate,
         "elementwise kernels": cluster.memory_seconds(logits) * times,
-        "FSDP messages": gather + reduce_last + (gather + reduce) * (times - 1 if degrees.pp == 1 else 0),
+        "FSDP messages": gather + reduce_last + (again + reduce) * (times - 1 if degrees.pp == 1 else 0),
         "tensor-parallel messages": 4 * cluster.collective_seconds(hidden, planned.degrees.tp, 1) * times,
         OFFLOAD: exposed_outer_copies(planned, pp_rank),
     }

@@ -269,7 +269,9 @@ def _loss_phases(planned: PlannedStage, pp_rank: PlannedRank, weights: float) ->
     rows = -(-args.vocab_size // tp)
     copies = 0 if c == FP32_BYTES else c
     matrix, hidden = rows * args.dim * planned.trains_output, planned.tokens * args.dim
-    chunk = min(planned.config.training.loss_chunk_tokens, planned.tokens) * rows
+    chunk_tokens = planned.config.training.loss_chunk_tokens
+    assert chunk_tokens, "resolve_run decides it"
+    chunk = min(chunk_tokens, planned.tokens) * rows
     norm = hidden / tp * (c if planned.fused_norm else 2 * FP32_BYTES)
     # The products, and logits and probabilities in fp32; if compiled, the products and their gradient.
     of_chunk = 2 * c if planned.config.compile.enable and tp == 1 else c + FP32_BYTES * (2 if copies else 1)

@@ -88,7 +88,7 @@ class PlannedStage:
     @property
     def fused_norm(self) -> bool:
         """See devices.Accelerator; the compiler fuses norms too."""
-        return (self.cluster.accelerator.fused_norm and self.counts.fused_norms) or self.config.compile.enable
+        return (self.cluster.accelerator.fused_norm and self.counts.fused_norms) or bool(self.config.compile.enable)
 
     @cached_property
     def counts(self) -> Parameters:

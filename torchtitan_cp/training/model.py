@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_cp import attention
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan
@@ -22,7 +23,7 @@ from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
 from torchtitan_cp.metrics.throughput import adapter_flops_per_token, flops_per_token, layer_costs
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
-from torchtitan_cp.optim.clip import scale_gradients, square_norms
+from torchtitan_cp.optim.clip import square_norms, step_clipped
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
 from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.rules import check_rules
@@ -207,8 +208,10 @@ class ParallelModel:
             check_pipeline_targets(self.trained_names, self.layers.layers)
         self.reset_optimizers()
         chunk, z_loss = config.training.loss_chunk_tokens, config.training.z_loss
+        assert chunk, "resolve_run decides it"
+        self.compiled = bool(config.compile.enable)
         self.token_loss = ChunkedCrossEntropy(
-            chunk, z_loss, args.logit_scale, args.logit_softcap, compiled=config.compile.enable
+            chunk, z_loss, args.logit_scale, args.logit_softcap, compiled=self.compiled
         )
         self.observe: Callable[[MicroBatch, Tensor], None] | None = None
         self.watches = {name: Stopwatch(self.device) for name in WATCHED}
@@ -275,7 +278,7 @@ class ParallelModel:
         layers = [layer for part in self.parts for layer in part.layers.values()]
         names = "forward", "mlp"
         compiled = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
-        if self.config.compile.enable:
+        if self.compiled:
             self._wrap_blocks(Compile(enable=False))
         compiled_losses, self.token_loss.compiled_losses = self.token_loss.compiled_losses, None
         try:
@@ -297,15 +300,27 @@ class ParallelModel:
             self.pipeline.train_step(micro_batches, self._hidden(micro_batches[0]), train_part)
         else:
             for number, batch in enumerate(micro_batches, 1):
-                # Every FSDP group has gradients in the last micro-batch too, so none keeps a sum for the next step.
-                if self.meshes.degrees.dp_replicate > 1 and self.config.sync_replicas_once_per_step:
-                    self.parts[0].set_requires_all_reduce(number == len(micro_batches))  # type: ignore[operator]
+                self._prepare_fsdp(is_last=number == len(micro_batches))
                 with self.watches["forward"].running():
                     loss = train_part(self.parts[0], None, batch)
                 with self.watches["backward"].running():
                     loss.backward()
         sums = loss_sum * self.meshes.owns_loss, counts.divisor, counts.learned_tokens, self.token_loss.largest_logit
         return StepSums(*sums)
+
+    def _prepare_fsdp(self, *, is_last: bool) -> None:
+        """Have FSDP do in a micro-batch what it must; what can wait, it does in the last one of a step.
+
+        Every FSDP group has gradients in the last micro-batch too, so none keeps a sum for the next step.
+        """
+        model, degrees = cast(FSDPModule, self.parts[0]), self.meshes.degrees
+        if self.config.sync_once_per_step:
+            if degrees.fsdp == degrees.tp == 1:  # whole gradients are no larger than the shards
+                model.set_requires_gradient_sync(is_last)
+            elif degrees.dp_replicate > 1:
+                model.set_requires_all_reduce(is_last)
+        if self.config.parallel.fsdp_reshard == "never":
+            model.set_reshard_after_backward(is_last)
 
     def _train_part(
         self, divisor: Tensor, loss_sum: Tensor, forward: Forward, hidden: Tensor | None, batch: MicroBatch
@@ -375,10 +390,9 @@ class ParallelModel:
             routing: of the step's tokens to experts.
         """
         with self.watches["optimizer"].running():
-            scale_gradients(self.parts.parameters(), grad_norm, self.config.training.max_grad_norm)
             for optimizer in self.optimizers:
                 set_learning_rates(optimizer, lr)
-                optimizer.step()
+                step_clipped(optimizer, grad_norm, self.config.training.max_grad_norm)
             self.zero_grad()
         rate = self.config.training.router_bias_update
         if routing and rate:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torchtitan_cp.checkpoint.hub import refuse_without_weights
 from torchtitan_cp.checkpoint.hub_rope import rope_parameters
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.check import check_compiled_pipeline
 from torchtitan_cp.config.contract import AnyArchitecture, Attend, Hub, HubConfig, LanguageModel, ModelArgs
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
@@ -97,30 +98,16 @@ def check_model(config: Config, stages: Iterable[ResolvedStage], args: ModelArgs
     Raises:
         ConfigError: naming the key, and the reason.
     """
+    if config.compile.enable:
+        check_compile(config, stages, args)
     for stage in stages:
         _check_lacks(config, stage)
-        reason = args.compile_checkpoint_conflict
-        if config.compile.enable and stage.activation.checkpoint != "none" and reason:
-            raise ConfigError(
-                f"compile.enable and activation.checkpoint = {stage.activation.checkpoint!r} exclude each other here: "
-                f"{reason}",
-                fix="leave one of them out",
-            )
         check_length(args, f"{stage.where}.seq_len", stage.seq_len)
         if problem := stage.rope and args.rope_problem(stage.rope.kind):
             raise ConfigError(f"{stage.where}.rope: {problem}", fix="leave it out; the model keeps its own")
     check_length(args, "evaluation.position_seq_len", config.evaluation.position_seq_len)
     for length in config.evaluation.passkey.lengths:
         check_length(args, "evaluation.passkey.lengths", length)
-    if config.compile.enable and args.compile_conflict:
-        raise ConfigError(
-            f"compile.enable is not supported by this model: {args.compile_conflict}", fix="set compile.enable = false"
-        )
-    if config.compile.enable and args.n_experts and config.parallel.ep > 1:
-        raise ConfigError(
-            "compile.enable excludes parallel.ep above 1: how many tokens an expert gets is known only when it runs",
-            fix="leave one of them out",
-        )
     if config.training.router_bias_update:
         sizes = dataclasses.replace(args, vocab_size=args.vocab_size or 1)
         model = empty_model(config.model, sizes) if args.n_experts else None
@@ -129,6 +116,32 @@ def check_model(config: Config, stages: Iterable[ResolvedStage], args: ModelArgs
                 f"training.router_bias_update = {config.training.router_bias_update} is for routers that choose "
                 "experts by scores plus a bias, and this model has none",
                 fix='leave it out, or set model.overrides = {expert_bias = true} with model.architecture = "moe"',
+            )
+
+
+def check_compile(config: Config, stages: Iterable[ResolvedStage], args: ModelArgs) -> None:
+    """Refuse what compiled blocks exclude, as if compile.enable were true.
+
+    Raises:
+        ConfigError: naming the key, and the reason.
+    """
+    _check_lack(config.model, "compile.enable", True)
+    if args.compile_conflict:
+        raise ConfigError(
+            f"compile.enable is not supported by this model: {args.compile_conflict}", fix="set compile.enable = false"
+        )
+    if args.n_experts and config.parallel.ep > 1:
+        raise ConfigError(
+            "compile.enable excludes parallel.ep above 1: how many tokens an expert gets is known only when it runs",
+            fix="leave one of them out",
+        )
+    for stage in stages:
+        check_compiled_pipeline(config, stage)
+        if stage.activation.checkpoint != "none" and args.compile_checkpoint_conflict:
+            raise ConfigError(
+                f"compile.enable and activation.checkpoint = {stage.activation.checkpoint!r} exclude each other here: "
+                f"{args.compile_checkpoint_conflict}",
+                fix="leave one of them out",
             )
 
 
@@ -151,16 +164,20 @@ def check_length(args: ModelArgs, key: str, tokens: int) -> None:
 
 def _check_lacks(config: Config, stage: ResolvedStage) -> None:
     """Refuse degrees above 1 and flags that the architecture does not support."""
-    for key, reason in architecture(config.model).lacks.items():
+    for key in architecture(config.model).lacks:
         section, name = key.split(".")
         stage_sections = {"parallel": stage, "activation": stage.activation}
-        value = getattr(stage_sections.get(section, getattr(config, section)), name)
-        off = False if isinstance(value, bool) else 1
-        if value != off:
-            raise ConfigError(
-                f"{key} is not supported by the architecture {config.model.architecture!r}: {reason}",
-                fix=f"set {key} = {str(off).lower()}, or use another model.architecture",
-            )
+        _check_lack(config.model, key, getattr(stage_sections.get(section, getattr(config, section)), name))
+
+
+def _check_lack(model: Model, key: str, value: object) -> None:
+    """Refuse this value of a key if it is above 1, or a flag that is on, and the architecture does not support it."""
+    reason, off = architecture(model).lacks.get(key), False if isinstance(value, bool) else 1
+    if reason and value != off:
+        raise ConfigError(
+            f"{key} is not supported by the architecture {model.architecture!r}: {reason}",
+            fix=f"set {key} = {str(off).lower()}, or use another model.architecture",
+        )
 
 
 def trained_names(model: LanguageModel, lora: Lora | None) -> list[str]:

@@ -27,21 +27,27 @@ from torchtitan_cp.parallel.checks import check_expert_parallel, check_tensor_pa
 from torchtitan_cp.parallel.pipeline_stages import plan_pipeline
 from torchtitan_cp.training import registry
 
+# training.loss_chunk_tokens where it is left out: larger chunks read the fp32 gradient of the output matrix less often,
+# and a compiled chunk takes 4 bytes a logit in place of 10.
+LOSS_CHUNK_TOKENS, COMPILED_LOSS_CHUNK_TOKENS = 1024, 4096
+
 
 @dataclass(frozen=True)
 class ResolvedRun:
     """A config that may run on this number of ranks, and what follows from that number.
 
     Attributes:
-        config: with the defaults that depend on other keys.
+        config: with the defaults that depend on other keys, and on the device.
         stages: of the curriculum, each with its degrees and exchanges.
         model_args: sizes of the model; vocab_size is 0 where the tokenizer decides it.
+        uncompiled: what excludes compiled blocks, where they would be the default; empty otherwise.
     """
 
     config: Config
     ranks: int
     stages: tuple[ResolvedStage, ...]
     model_args: ModelArgs
+    uncompiled: str = ""
 
     @property
     def longest(self) -> int:
@@ -53,20 +59,21 @@ class ResolvedRun:
         return replace(self.config, activation=stage.activation).with_keys(parallel={"tp": stage.tp, "pp": stage.pp})
 
 
-def resolve_run(config: Config, ranks: int, model_args: ModelArgs | None = None) -> ResolvedRun:
+def resolve_run(config: Config, ranks: int, model_args: ModelArgs | None = None, *, device: str = "cpu") -> ResolvedRun:
     """Resolve a config for a number of ranks, or refuse it. First everything is resolved:
 
     - `with_defaults`: tokenizer, flavor and RoPE, of which a config.json may have a say.
     - `registry.model_args_of`: flavor, overrides and hub checkpoint.
     - `curriculum.resolve_stages`: each stage with its exchanges and its degrees, by `config.degrees.resolve_degrees`,
       which refuses a product that is not the number of ranks.
+    - `_with_compile`: whether blocks are compiled, and the chunks of the loss.
 
     Then it is judged, and every rule is reached from here:
 
     - `config.check.check_config`: rules between keys. Lengths and batches that the ranks can share, micro-batches for
       the pipeline schedule, RoPE, data, gates. `curriculum.check_head_dim`: RoPE on these heads.
-    - `registry.check_model`: degrees and flags that the architecture lacks, what this model cannot do, and the biases
-      that training.router_bias_update changes.
+    - `registry.check_model`: degrees and flags that the architecture lacks, what this model cannot do, what excludes
+      compiled blocks, and the biases that training.router_bias_update changes.
     - `registry.config_for_hub`: whether Hugging Face's format can describe a model that each stage is to export.
     - `parallel.checks.check_tensor_parallel`: tp divides heads and MLP; `check_expert_parallel`: ep divides experts.
     - `parallel.pipeline_stages.plan_pipeline`: there are enough layers for pp and the schedule, which this torch has.
@@ -80,6 +87,7 @@ def resolve_run(config: Config, ranks: int, model_args: ModelArgs | None = None)
 
     Args:
         model_args: sizes of the model, e.g. with the tokenizer's vocabulary; None: those that the config gives.
+        device: type of device that the ranks compute on, as in torch.device.
 
     Raises:
         UserError, ContextParallelError: the first rule that is broken, with its fix.
@@ -87,6 +95,7 @@ def resolve_run(config: Config, ranks: int, model_args: ModelArgs | None = None)
     config = with_defaults(config)
     args = model_args or registry.model_args_of(config.model)
     stages = resolve_stages(config, ranks, lambda degrees: choose_strategies(config, args, degrees))
+    config, uncompiled = _with_compile(config, stages, args, device)
     check_config(config, stages, ranks)
     registry.check_model(config, stages, args)
     check_head_dim(stages, args.rotary_dim)
@@ -107,7 +116,28 @@ def resolve_run(config: Config, ranks: int, model_args: ModelArgs | None = None)
             kv_transfer=config.context_parallel.kv_transfer,
         )
     OPTIMIZERS[config.optimizer.name].check(config, {stage.tp for stage in stages})
-    return ResolvedRun(config, ranks, stages, args)
+    return ResolvedRun(config, ranks, stages, args, uncompiled)
+
+
+def _with_compile(
+    config: Config, stages: tuple[ResolvedStage, ...], args: ModelArgs, device: str
+) -> tuple[Config, str]:
+    """The config with compile.enable and training.loss_chunk_tokens where it leaves them out.
+
+    Returns:
+        the config, and `ResolvedRun.uncompiled`.
+    """
+    enable, uncompiled = config.compile.enable, ""
+    if enable is None:
+        enable = device == "cuda"
+        try:
+            if enable:
+                registry.check_compile(config, stages, args)
+        except ConfigError as error:
+            enable, uncompiled = False, error.message
+    chunk = COMPILED_LOSS_CHUNK_TOKENS if enable and device == "cuda" else LOSS_CHUNK_TOKENS
+    chunk = config.training.loss_chunk_tokens or chunk
+    return config.with_keys(compile={"enable": enable}, training={"loss_chunk_tokens": chunk}), uncompiled
 
 
 def layer_heads(args: ModelArgs) -> dict[int, tuple[int, int]]:

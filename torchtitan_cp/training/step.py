@@ -42,7 +42,7 @@ class StepRunner:
             model.meshes.tp,
             model.device,
             self._repeat,
-            compiled=config.compile.enable,
+            compiled=model.compiled,
         )
         self.routing: Routing | None = None
         self.healthy_batches: tuple[MicroBatch, ...] = ()
@@ -104,7 +104,7 @@ class StepRunner:
             "sizes": registry.sizes_of(args),
             "lora": dataclasses.asdict(config.lora) if config.lora else None,
             "compute_dtype": config.training.compute_dtype,
-            "loss_chunk_tokens": config.training.loss_chunk_tokens,
+            "loss_chunk_tokens": self.model.token_loss.chunk_tokens,
             "z_loss": config.training.z_loss,
             "logit_scale": args.logit_scale,
             "logit_softcap": args.logit_softcap,

@@ -73,7 +73,9 @@ class Trainer:
         trains: bool = True,
         random_tokens: bool = False,
     ) -> None:
-        run = resolve_run(config, world.size, model_args)
+        run = resolve_run(config, world.size, model_args, device=world.device.device.type)
+        if run.uncompiled:
+            logger.info("nothing is compiled: %s", run.uncompiled)
         self.config = config = run.config
         self.world, self.device, self.stages = world, world.device, run.stages
         self.folder = Path(config.job.dump_folder)

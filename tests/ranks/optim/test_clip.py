@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.rank_pool import RankPool
-from torchtitan_cp.optim.clip import square_norms
+from torchtitan_cp.optim.clip import square_norms, step_clipped
 
 
 def summed_over_ranks(parameters: list[nn.Parameter], ranks: int | None = None) -> float:
@@ -108,3 +108,32 @@ def test_fsdp_over_tensor_parallel_matrices_and_norms_has_the_norm_of_one_proces
     net(x).square().sum().backward()
     expected = square_norms([net.parameters()]).item()
     assert ranks(4)(square_norms_under_fsdp_over_tp) == [pytest.approx((expected, expected), rel=1e-5)] * 4
+
+
+def differences_of_clipped_steps() -> float:
+    """The largest between weights of two clipped steps, and of two with gradients that are divided before them."""
+    mesh, nets = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), []
+    for _ in range(2):
+        net, x = net_and_input()
+        parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(net, mesh=mesh["fsdp"])
+        nets.append(net)
+    clipped, divided = nets
+    # Of one mesh, as the groups of a run's optimizer are.
+    one, other = (torch.optim.AdamW([net.up.weight, net.down.weight], fused=True) for net in nets)
+    for norm in (3.7, 11.0):
+        for net in nets:
+            net(x).square().sum().backward()
+        step_clipped(one, norm, 0.5)
+        for parameter in divided.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= torch.tensor(norm / 0.5)
+        other.step()
+        one.zero_grad()
+        other.zero_grad()
+    pairs = zip(clipped.parameters(), divided.parameters(), strict=True)
+    return max((a.full_tensor() - b.full_tensor()).abs().max().item() for a, b in pairs)  # type: ignore[attr-defined]
+
+
+def test_shards_are_clipped_by_the_kernel_of_their_update(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(4)(differences_of_clipped_steps) == [0.0] * 4

@@ -16,13 +16,14 @@ from tests.support.damaged_weights import DAMAGES, TIED
 from tests.support.deep import deep_rows
 from tests.support.hub_models import write_start
 from tests.support.rank_pool import RankPool
-from tests.support.runs import write_run
+from tests.support.runs import EXPERTS, write_run
 from torchtitan_cp.attention.kernels import KERNELS
 from torchtitan_cp.checkpoint.hub import load_parts
 from torchtitan_cp.cli.check import check_run
 from torchtitan_cp.config import Config, UserError, load_config
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training import registry, trainer
+from torchtitan_cp.training.resolve import resolve_run
 
 # Architecture, family, size of the files, draws of each damage.
 DEFAULT = [("llama", "llama, tied", "40KB", 1), ("huggingface", "qwen3", "5GB", 1)]
@@ -89,6 +90,22 @@ def test_what_ranks_refuse_is_refused_before_the_corpus_is_prepared_and_by_the_c
     assert says in check
     assert bool(says) == bool(check)
     assert "\n  fix: " in check or not says
+
+
+def logged_as_gpu(path: Path) -> list[str]:
+    """On a rank: what a start logs of a config that was resolved for GPUs."""
+    registry.register(ARCHITECTURES)
+    config = resolve_run(load_config(path), 1, device="cuda")
+    with patch.object(trainer, "resolve_run", return_value=config), patch.object(trainer.logger, "info") as info:
+        assert said_by(lambda: start(config.config)) == CORPUS
+    return [call.args[0] % call.args[1:] for call in info.call_args_list]
+
+
+def test_a_start_says_in_a_line_why_nothing_is_compiled(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    [(line,)] = ranks(1)(logged_as_gpu, write_run(tmp_path, EXPERTS))
+    assert line.startswith("nothing is compiled: compile.enable is not supported by the architecture 'moe': ")
+    (tmp_path / "llama").mkdir()
+    assert ranks(1)(logged_as_gpu, write_run(tmp_path / "llama")) == [[]]
 
 
 def verdicts_on_damage(path: Path, overrides: list[str], draws: int) -> list[tuple[str, bool, str, str, str]]:

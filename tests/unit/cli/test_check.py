@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.huggingface_families import FAMILIES
-from tests.support.runs import write_run
+from tests.support.runs import EXPERTS, TINY, write_run
 from tests.support.texts import REPOSITORY
 from torchtitan_cp.cli import check
 from torchtitan_cp.cli.options import default_ranks
+from torchtitan_cp.runtime.device import Device
 
 
 @pytest.mark.deep
@@ -38,6 +40,27 @@ def test_ranks_are_said_in_one_way_and_by_nodes(
 ) -> None:
     assert check.main([str(write_run(tmp_path)), "--curriculum.stages[0].global_batch_tokens=3072", *size]) == 0
     assert f"20 steps on {ranks} ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "says"),
+    [
+        ("cpu", TINY, "128 (cp 1); not compiled, loss in chunks of 40 tokens"),
+        ("cuda", TINY, "128 (cp 1); compiled, loss in chunks of 40 tokens"),
+        ("cuda", EXPERTS, "128 (cp 1); not compiled (compile.enable is not supported by the architecture 'moe': "),
+    ],
+)
+def test_it_is_said_whether_blocks_are_compiled_and_why_not(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    device: str,
+    config: str,
+    says: str,
+) -> None:
+    monkeypatch.setattr(check, "find_device", lambda: Device(torch.device(device), "gloo"))
+    assert check.main([str(write_run(tmp_path, config)), "--ranks", "1"]) == 0
+    assert says in capsys.readouterr().out
 
 
 def test_a_folder_models_in_the_current_directory_is_not_taken_for_ours(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.config import load_config
 from torchtitan_cp.parallel.activation import checkpointed
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.estimate import RECURRENCE_RATE, _outer_seconds, _rank_seconds, plan_config
+from torchtitan_cp.planner.estimate import RECURRENCE_RATE, _fsdp_exposed, _outer_seconds, _rank_seconds, plan_config
 from torchtitan_cp.planner.parameters import total_parameters
 from torchtitan_cp.training.registry import register
 
@@ -186,15 +186,21 @@ def test_a_recomputed_block_does_not_repeat_its_last_product(compiled: bool) -> 
     assert again == pytest.approx(32 * 2 * matrices * 4_194_304 / 64 / (989e12 * full.cluster.accelerator.linear))
 
 
-def test_weights_that_are_freed_after_their_forward_are_gathered_again() -> None:
+def test_weights_that_are_freed_are_gathered_again_for_each_forward_and_backward() -> None:
     register(ARCHITECTURES)
-    cluster = make_cluster("h100-80g", 8, network_bandwidth=1e9)  # so slow that nothing hides a gather
+    cluster = make_cluster("h100-80g", 8)
     never, always = (
         plan_config(load_config(LONG, [f"--parallel.fsdp_reshard={how}"]), cluster)[0] for how in ("never", "always")
     )
-    again = always.seconds["FSDP messages"] - never.seconds["FSDP messages"]
-    layers = 32 * always.stage.micro_batches
-    assert again == pytest.approx(layers * cluster.collective_seconds(2 * always.counts.block, 64, 1))
+    times, rank = always.stage.micro_batches, always.ranks[0]
+    assert times > 1
+    block, outer = (
+        cluster.collective_seconds(2 * count, 64, 1) for count in (always.counts.block, rank.outer_parameters)
+    )
+    of_block = [_fsdp_exposed(planned, 0.0, 0.0) for planned in (always, never)]  # where nothing hides it
+    assert of_block[0] - of_block[1] == pytest.approx((2 - 1 / times) * block)
+    of_ends = [_outer_seconds(planned, rank)["FSDP messages"] for planned in (always, never)]
+    assert of_ends[0] - of_ends[1] == pytest.approx((times - 1) * outer)
 
 
 @pytest.mark.parametrize(("checkpoint", "forwards"), [("full", 2), ("attention_saved", 1)])

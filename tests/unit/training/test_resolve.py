@@ -1,6 +1,7 @@
 """The one place that decides whether a run may be: config and ranks in, a resolved run or an error out."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.resolve import ResolvedRun, doctor_config, resolve_run
 
 
-def resolve(path: Path, ranks: int, *overrides: str) -> ResolvedRun:
+def resolve(path: Path, ranks: int, *overrides: str, device: str = "cpu") -> ResolvedRun:
     register(ARCHITECTURES)
-    return resolve_run(load_config(path, overrides), ranks)
+    return resolve_run(load_config(path, overrides), ranks, device=device)
 
 
 BATCH = "--curriculum.stages[0].global_batch_tokens"
@@ -170,6 +171,58 @@ def test_a_compiled_mixture_without_a_fixed_number_of_tokens_is_refused(tmp_path
     with pytest.raises(ConfigError, match=r"compile.enable excludes parallel.ep above 1"):
         resolve(path, 2, *model, "--compile.enable=true", "--parallel.ep=2")
     resolve(path, 2, *model, "--compile.enable=true")
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "compiled", "chunk"),
+    [
+        ("cpu", (), False, 1024),
+        ("cuda", (), True, 4096),
+        ("cpu", ("--compile.enable=true",), True, 1024),
+        ("cuda", ("--compile.enable=false",), False, 1024),
+        ("cuda", ("--training.loss_chunk_tokens=512",), True, 512),
+        ("cpu", ("--training.loss_chunk_tokens=512",), False, 512),
+    ],
+)
+def test_blocks_are_compiled_and_the_loss_has_larger_chunks_on_cuda_unless_a_config_says_otherwise(
+    tmp_path: Path, device: str, overrides: tuple[str, ...], compiled: bool, chunk: int
+) -> None:
+    text = TINY.replace("loss_chunk_tokens = 40\n", "")
+    run = resolve(write_run(tmp_path, text), 1, *overrides, device=device)
+    assert (run.config.compile.enable, run.config.training.loss_chunk_tokens) == (compiled, chunk)
+    assert not run.uncompiled
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "wanted"),
+    [
+        ("Zamba2", (), "compile.enable is not supported by this model: its layers share weights"),
+        ("Qwen3-MoE", ("--parallel.ep=2",), "compile.enable excludes parallel.ep above 1"),
+        ("Gemma 4", ("--activation.checkpoint=full",), "compile.enable and activation.checkpoint = 'full' exclude"),
+        ("experts", (), "compile.enable is not supported by the architecture 'moe'"),
+        (
+            "pipeline",
+            ("--parallel.pp=2", "--parallel.pp_schedule=zbv_zero_bubble", "--model.overrides.n_layers=4"),
+            "splits the backward of a block, which a compiled block cannot",
+        ),
+    ],
+)
+def test_what_excludes_compiled_blocks_is_refused_where_they_are_asked_for_and_named_where_they_are_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, overrides: tuple[str, ...], wanted: str
+) -> None:
+    monkeypatch.setattr("torchtitan_cp.parallel.pipeline_stages.SPLITS_ANY_BACKWARD", True)  # torch 2.13 does
+    path = write_run(tmp_path, EXPERTS if family == "experts" else TINY)
+    if family in FAMILIES:
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(FAMILIES[family]))
+        model = ("--model.architecture=huggingface", "--model.flavor=", "--model.overrides={}")
+        overrides = (*model, f"--model.config={config}", *overrides)
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        resolve(path, 2, *overrides, "--compile.enable=true", device="cuda")
+    run = resolve(path, 2, *overrides, device="cuda")
+    assert run.config.compile.enable is False
+    assert wanted in run.uncompiled
+    assert not resolve(path, 2, *overrides).uncompiled, "on a CPU nothing is compiled anyway"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "moe", "qwen3_5"])

@@ -4,10 +4,9 @@ The first positions of a run need the W - 1 positions before them, which may lie
 what a ring sends under a window of W, so they are sent like keys, and their gradients are sent back.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor
 from torchtitan_cp.attention.autograd import Context
 from torchtitan_cp.attention.caching import keep_newest, to_device
 from torchtitan_cp.attention.collectives import find_group
-from torchtitan_cp.attention.compiling import compile_whole, with_autograd
+from torchtitan_cp.attention.compiling import compile_on_cuda
 from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.layout import cut_by_document, documents_of
 from torchtitan_cp.attention.linear.operator import check_inputs
@@ -29,8 +28,6 @@ from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.strategies.ring import add_rows, rows_in
 
 Spans = tuple[Span, ...]
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 
 def causal_conv(
@@ -180,21 +177,14 @@ def _gradients(
     return drows.to(gathered.dtype), *parameters
 
 
-@cache
-def _compiled(function: Callable[P, Result], on_cuda: bool) -> Callable[P, Result]:
-    """Compiled on CUDA, where each operator by itself would move several times the bytes."""
-    return compile_whole(function) if on_cuda else function
-
-
 @operator("causal_conv")
 def convolve(inputs: list[Tensor], handle: Tensor, silu: bool) -> Tensor:
     """`[B, S/P, C]` from x, weight and, if there is one, bias."""
     plan, (x, weight, *bias) = find_plan(handle), inputs
     plan.check_batch(len(x))
     gathered = _gather_rows(x, plan, weight.shape[1])
-    with with_autograd(), torch.no_grad():
-        of_rows = _indices(plan, weight.shape[1], gathered)
-        return _compiled(_forward, x.is_cuda)(gathered, weight, bias[0] if bias else None, of_rows, silu)
+    of_rows = _indices(plan, weight.shape[1], gathered)
+    return compile_on_cuda(_forward, x.is_cuda)(gathered, weight, bias[0] if bias else None, of_rows, silu)
 
 
 @operator("causal_conv_backward")
@@ -203,10 +193,9 @@ def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: 
     plan, (x, weight, *bias) = find_plan(handle), inputs
     width = weight.shape[1]
     gathered = _gather_rows(x, plan, width)
-    with with_autograd(), torch.no_grad():
-        of_rows = _indices(plan, width, gathered)
-        gradients = _compiled(_gradients, x.is_cuda)(dout, gathered, weight, bias[0] if bias else None, of_rows, silu)
-    drows, *dparameters = gradients
+    of_rows = _indices(plan, width, gathered)
+    gradients = compile_on_cuda(_gradients, x.is_cuda)
+    drows, *dparameters = gradients(dout, gathered, weight, bias[0] if bias else None, of_rows, silu)
     sent, counts, *_ = _plan_exchange(plan, width)
     parts = drows.split(counts, 1)
     dx = x.new_zeros(x.shape)

@@ -9,6 +9,7 @@ from torch.profiler import profile
 
 from tests.support.linear_cases import relative_error, with_gradients
 from torchtitan_cp.attention import AttentionMask, causal_conv, make_plan
+from torchtitan_cp.attention.compiling import compile_on_cuda
 from torchtitan_cp.attention.linear import convolution
 
 S = 130
@@ -55,8 +56,7 @@ def test_compiled_for_cuda_a_convolution_moves_few_bytes_and_computes_the_same(m
         convolution.convolve([x, weight, bias], PLAN.handle, True),
         *convolution.convolve_backward(dout, [x, weight, bias], PLAN.handle, True),
     ]
-    compiled = convolution._compiled
-    monkeypatch.setattr(convolution, "_compiled", lambda function, on_cuda: compiled(function, True))
+    monkeypatch.setattr(convolution, "compile_on_cuda", lambda function, on_cuda: compile_on_cuda(function, True))
     monkeypatch.setattr(metrics, "num_bytes_accessed", 0)
     set_logs(inductor_metrics=True)
     try:
