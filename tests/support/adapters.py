@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from models import ARCHITECTURES
-from torchtitan_cp.checkpoint.hub import load_parts
+from torchtitan_cp.checkpoint.hub import load_parts, read_shard
 from torchtitan_cp.checkpoint.hub_rope import hub_rope
 from torchtitan_cp.checkpoint.peft import PREFIX, Trained, peft_names
 from torchtitan_cp.config.contract import LanguageModel
 from torchtitan_cp.config.sections import Model
 from torchtitan_cp.config.training import Lora
 from torchtitan_cp.parallel.lora import apply_lora, hidden_adapters
+from torchtitan_cp.parallel.nf4 import whole_weights
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.model import set_rope
+from torchtitan_cp.training.model import cast_parameters, set_rope
 from torchtitan_cp.training.plain_attention import PlainAttention
 
 
@@ -27,15 +28,15 @@ def adapted_model(architecture: str, folder: Path, lora: Lora) -> LanguageModel:
     settings = Model(architecture=architecture, hub_checkpoint=str(folder))
     args = registry.model_args_of(settings)
     model = registry.architecture(settings).build(args, PlainAttention())
+    names = [name for name, _ in model.named_parameters()]
     apply_lora(model, lora)
-    with hidden_adapters([model]):
-        load_parts(folder, [model], [name for name, _ in model.named_parameters()], registry.hub_of(settings))
+    with hidden_adapters([model]), whole_weights([model], read_shard) as read:
+        load_parts(folder, [model], names, registry.hub_of(settings), read)
     rope = None if architecture == "huggingface" else hub_rope(registry.hub_config(settings))
     set_rope(model, args, rope, 64, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.data = parameter.data.float()
+        for parameter in cast_parameters(model, torch.float32).parameters():
             if parameter.requires_grad:
                 parameter.normal_(0.0 if parameter.ndim > 1 else 1.0, 0.1, generator=generator)
     return model

@@ -34,6 +34,8 @@ BASE = (
     "--training.compute_dtype=bfloat16",
 )  # fmt: skip
 SIZES = "dim = 64, n_heads = 8, n_kv_heads = 4, head_dim = 16, ffn_dim = 128"
+GROUPS = SIZES.replace("64", "128")  # most weights are whole groups of NF4
+NF4 = ("--lora.rank=4", "--lora.train=['norm']", "--lora.base=nf4")
 DOCUMENTS = ((100, 301, 111),)
 
 # What a walk is of: for each choice its options, as overrides of the config.
@@ -147,7 +149,8 @@ def overrides(case: Case) -> list[str]:
     chosen = [option for kind, names in CHOICES.items() for option in names[case.get(kind, next(iter(names)))]]
     experts = ", n_experts = 4, experts_per_token = 2" if "--model.architecture=moe" in chosen else ""
     step = f"--curriculum.stages[0].global_batch_tokens={tokens}"
-    return [*BASE, step, "--parallel.cp=4", f"--model.overrides={{{SIZES}{layers}{window}{experts}}}", *chosen]
+    base, sizes = (NF4, GROUPS) if case.get("base") == "nf4" else ((), SIZES)
+    return [*BASE, step, "--parallel.cp=4", f"--model.overrides={{{sizes}{layers}{window}{experts}}}", *base, *chosen]
 
 
 def walk_in_process(path: Path, cases: list[Case], device: str = DEVICE) -> list[dict[str, Any]]:

@@ -96,6 +96,18 @@ def write_start(folder: Path, family: str, max_shard_size: str = "5GB") -> Path:
     return write_run(folder, f"{text}\nrope = {rope}\n".replace("{", "{{").replace("}", "}}"))
 
 
+def write_groups_start(folder: Path) -> tuple[Path, list[str]]:
+    """A Llama in bf16, most of whose weights are whole groups of NF4, and a config of ours; the keys that start there.
+
+    The weights of keys and values are half a group each.
+    """
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, **sizes}))
+    model.to(torch.bfloat16).save_pretrained(folder / "hub")
+    return write_run(folder), [*PLAIN, f"--model.hub_checkpoint={folder}/hub"]
+
+
 def hub_problem(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         model_args_of(load_config(path, overrides).model)

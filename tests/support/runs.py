@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.micro_batches import MicroBatch, Samples, read_step
 from torchtitan_cp.data.batches.packed_stream import PackedSequence
+from torchtitan_cp.parallel.nf4 import SHARDS_BYTES
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer
@@ -57,6 +59,14 @@ seq_len = 128
 steps = 20
 global_batch_tokens = 512
 """
+
+
+needs_bytes = pytest.mark.skipif(not SHARDS_BYTES, reason="FSDP shards bytes from torch 2.13 on")
+# Most weights of these sizes are whole groups of NF4.
+IN_NF4 = (
+    *(f"--model.overrides.{size}" for size in ("dim=128", "head_dim=32", "ffn_dim=128")),
+    *("--lora.rank=4", "--lora.base=nf4"),
+)
 
 
 def write_run(folder: Path, text: str = TINY) -> Path:

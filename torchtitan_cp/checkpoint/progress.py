@@ -169,7 +169,9 @@ def check_identity(
     Raises:
         ConfigError: naming what differs.
     """
-    saved = {"lora": "none", **saved}  # earlier versions trained all weights
+    saved = {"lora": "none", **saved}  # earlier versions trained all weights, or had no other base
+    if isinstance(saved["lora"], dict):
+        saved["lora"] = {"base": "bfloat16", **saved["lora"]}
     for name, value in now.items():
         if _compared(saved.get(name, value)) == _compared(value):
             continue

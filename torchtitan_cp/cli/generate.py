@@ -147,7 +147,7 @@ def load_model(saved: SavedModel, device: torch.device) -> LanguageModel:
     args = args_from(saved.config.model, saved.sizes)
     model = empty_model(saved.config.model, args, attend_cached)
     if saved.config.lora:
-        load_adapted(model, saved)
+        load_adapted(model, saved, saved.config.lora)
     else:
         names = [name for name in model.state_dict() if name in saved.tensors]
         # A tied output is not among these names, and assigning unties it.

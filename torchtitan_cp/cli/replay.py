@@ -12,6 +12,7 @@ from torchtitan_cp.config.training import Lora
 from torchtitan_cp.health.replay import Bundle, replay
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy
 from torchtitan_cp.parallel.lora import apply_lora
+from torchtitan_cp.parallel.nf4 import fill_tables
 from torchtitan_cp.training.model import LayerAttention, cast_parameters
 from torchtitan_cp.training.registry import args_from, empty_model
 
@@ -27,6 +28,7 @@ def build(bundle: Bundle) -> nn.Module:
     whole = empty_model(model, args_from(model, report["sizes"]), LayerAttention())
     if lora := report.get("lora"):
         apply_lora(whole, Lora(**lora))
+        fill_tables(whole, torch.device("cpu"))
     module = whole.get_submodule(name)
     module.load_state_dict(bundle.under("weight."), assign=True, strict=False)
     return cast_parameters(module, getattr(torch, report["compute_dtype"]))

@@ -138,6 +138,11 @@ def _check_stage_sections(config: Config, stage: ResolvedStage, first: ResolvedS
             "training.float8 does not work with parallel.tp above 1: torchao's layers take whole weights",
             fix="use dp_shard or cp for these ranks, or float8 = 'none'",
         )
+    if config.lora and config.lora.base == "nf4" and stage.tp > 1:
+        raise ConfigError(
+            "lora.base = 'nf4' does not work with parallel.tp above 1: its groups of 16,384 weights cross the shards",
+            fix="use dp_shard or cp for these ranks, or base = 'bfloat16'",
+        )
 
 
 def check_compiled_pipeline(config: Config, stage: ResolvedStage) -> None:

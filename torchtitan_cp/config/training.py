@@ -50,13 +50,15 @@ class Lora:
     """Train adapters of low rank beside frozen weights; without this section all weights are trained.
 
     Attributes:
-        rank: rows of an adapter's matrix A, and columns of its B; both are fp32, and all frozen weights bf16
+        rank: rows of an adapter's matrix A, and columns of its B; both are fp32
         alpha: what an adapter adds is scaled by alpha / rank
         rslora: scale by alpha / sqrt(rank) instead
         targets: regular expressions found anywhere in the names of linear layers of the blocks; empty: all layers but
             routers
         train: regular expressions found anywhere in the names of modules whose own weights are trained whole, e.g.
             ["norm", "tok_embeddings"]
+        base: how frozen weights are stored; nf4 (extra float8, without tp): those of the blocks' linear layers in 4.13
+            bits a weight, quantized when they are loaded, the others in bf16
         dropout: only 0: recomputation and the ranks of a sequence would each have to draw the same numbers
     """
 
@@ -65,6 +67,7 @@ class Lora:
     rslora: bool = False
     targets: tuple[str, ...] = ()
     train: tuple[str, ...] = ()
+    base: str = key("bfloat16", choices=("bfloat16", "nf4"))
     dropout: float = key(0.0, least=0, below=1)
 
     @property

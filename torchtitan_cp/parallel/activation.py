@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_cp.attention import OPERATORS
+from torchtitan_cp.parallel.nf4 import PRODUCT as NF4_PRODUCT
 from torchtitan_cp.parallel.offload import HostMemory, restore, storage_of
 
 P = ParamSpec("P")
@@ -26,7 +27,7 @@ Forward = Callable[[Tensor], Tensor]
 Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
 # Operators whose outputs cost more to compute than to keep; what lies between them is recomputed.
-PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_grouped_mm")}
+PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_grouped_mm")} | {NF4_PRODUCT}
 
 
 def checkpointed(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -21,8 +21,10 @@ from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.parallel.activation import checkpointed, tiled
 from torchtitan_cp.parallel.experts import shard_experts
 from torchtitan_cp.parallel.float8 import convert_linears
-from torchtitan_cp.parallel.lora import ADAPTER_NAMES, add_adapters, draw_adapter, freeze_base
+from torchtitan_cp.parallel.lora import ADAPTER_NAMES, BASE_DTYPE, add_adapters, draw_adapter, freeze_base
 from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.parallel.nf4 import PARAMETER as NF4_PARAMETER
+from torchtitan_cp.parallel.nf4 import NF4Linear, check_nf4, fill_tables
 from torchtitan_cp.parallel.offload import HostMemory
 from torchtitan_cp.parallel.tensor import apply_tensor_parallel, enable_async_tp
 
@@ -39,6 +41,8 @@ def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], 
     if config.training.float8 != "none":
         convert_linears(model, config.training.float8, meshes.device_type)
     if config.lora:
+        if config.lora.base == "nf4":
+            check_nf4()
         freeze_base(model, config.lora)
     if meshes.tp:
         apply_tensor_parallel(model, roles, meshes.tp)
@@ -59,6 +63,7 @@ def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], 
         logger.warning("parallel.fsdp_cpu_offload is inactive: on a CPU the weights are in host memory")
     apply_fsdp(model, meshes.fsdp, config, on_host, experts[1] if experts else None)
     model.to_empty(device="cpu" if on_host else meshes.device_type)
+    fill_tables(model, torch.device(meshes.device_type))
     init_weights(model, config.training.seed, loads=config.model.loads_weights)
 
 
@@ -156,25 +161,43 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
         ConfigError: the model does not initialize a parameter, and nothing is loaded.
     """
     for name, parameter in model.named_parameters():
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        parameter_seed = int.from_bytes(digest[:7], "big")
         # On the GPU even if weights are offloaded: the CPU's generator would draw different values.
         device = torch.device("cuda") if torch.cuda.is_available() else parameter.device
-        if name.endswith(ADAPTER_NAMES):
-            values = draw_adapter(name, parameter, parameter_seed, device)
-        elif hasattr(model, "init_parameter"):
-            values = model.init_parameter(name, parameter_seed, device)  # type: ignore[operator]
-            if not loads and values.isnan().any():
-                raise ConfigError(
-                    f"transformers does not initialize {name}",
-                    fix="start from trained weights: set model.hub_checkpoint, with model.load_weights = true",
-                )
+        owner, _, leaf = name.rpartition(".")
+        if leaf in ADAPTER_NAMES:
+            values = draw_adapter(name, parameter, _parameter_seed(seed, name), device)
+        elif leaf == NF4_PARAMETER:
+            layer = model.get_submodule(owner)
+            assert isinstance(layer, NF4Linear)
+            if not loads:  # quantizing takes its time
+                whole = torch.empty((layer.out_features, layer.in_features), dtype=BASE_DTYPE, device="meta")
+                layer.store(_draw_weight(model, f"{owner}.weight", whole, seed, device, loads=False))
+            continue
         else:
-            std = model.init_std(name)  # type: ignore[operator]
-            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            if not std:
-                values.fill_(1.0 if std is None else 0.0)
-            else:
-                generator = torch.Generator(values.device).manual_seed(parameter_seed)
-                nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
+            values = _draw_weight(model, name, parameter, seed, device, loads=loads)
         local_tensor(parameter).copy_(values[shard_slices(parameter)])
+
+
+def _parameter_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
+
+
+def _draw_weight(
+    model: nn.Module, name: str, parameter: Tensor, seed: int, device: torch.device, *, loads: bool
+) -> Tensor:
+    """The first values of a whole weight; those of a model of transformers are fp32."""
+    parameter_seed = _parameter_seed(seed, name)
+    if hasattr(model, "init_parameter"):
+        drawn: Tensor = model.init_parameter(name, parameter_seed, device)  # type: ignore[operator]
+        if not loads and drawn.isnan().any():
+            raise ConfigError(
+                f"transformers does not initialize {name}",
+                fix="start from trained weights: set model.hub_checkpoint, with model.load_weights = true",
+            )
+        return drawn
+    std = model.init_std(name)  # type: ignore[operator]
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    if not std:
+        return values.fill_(1.0 if std is None else 0.0)
+    generator = torch.Generator(values.device).manual_seed(parameter_seed)
+    return nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torchtitan_cp.config.contract import LanguageModel
 from torchtitan_cp.config.training import Lora
 from torchtitan_cp.parallel.lora_targets import find_targets
+from torchtitan_cp.parallel.nf4 import NF4Linear, hold_in_nf4
 
 BASE_DTYPE = torch.bfloat16
 ADAPTER_NAMES = "lora_a", "lora_b"
@@ -47,6 +48,10 @@ class LoRALinear(nn.Linear):
         return out + DTensor.from_local(
             added, out.device_mesh, out.placements, run_check=False, shape=out.shape, stride=out.stride()
         )
+
+
+class NF4LoRALinear(LoRALinear, NF4Linear):
+    """A LoRALinear whose frozen weight is stored in NF4."""
 
 
 def merged_state(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
@@ -98,15 +103,21 @@ def freeze_base(model: LanguageModel, lora: Lora) -> None:
 def add_adapters(model: LanguageModel, lora: Lora) -> None:
     """Give the linear layers that [lora] names their adapters, in place; their values are drawn by `draw_adapter`.
 
-    The layers stay the same objects, with their hooks; only their class changes.
+    With lora.base = "nf4", frozen layers lose their weights: `NF4Linear.store` takes them. The layers stay the same
+    objects, with their hooks; only their class changes.
     """
-    for name in find_targets(model, lora).adapted:
+    targets = find_targets(model, lora)
+    for name in targets.adapted:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         a, b = _empty_adapter(layer.weight, lora.rank)
         layer.__class__ = LoRALinear
         assert isinstance(layer, LoRALinear)
         layer.lora_a, layer.lora_b, layer.lora_scale = nn.Parameter(a), nn.Parameter(b), lora.scale
+    for name in targets.quantized:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        hold_in_nf4(layer, NF4LoRALinear if isinstance(layer, LoRALinear) else NF4Linear)
 
 
 def _empty_adapter(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import nn
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.contract import LanguageModel
 from torchtitan_cp.config.training import Lora
+from torchtitan_cp.parallel.nf4 import GROUP
 
 ROUTER = ".router."
 
@@ -19,10 +20,13 @@ class LoraTargets(NamedTuple):
     Attributes:
         adapted: names of the linear layers that get an adapter.
         trained: names of the parameters that are trained whole.
+        quantized: names of the linear layers whose weights are stored in NF4: those of the blocks that are frozen, but
+            for routers and for weights that are no whole groups.
     """
 
     adapted: tuple[str, ...]
     trained: tuple[str, ...]
+    quantized: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> list[str]:
@@ -36,22 +40,26 @@ def find_targets(model: LanguageModel, lora: Lora) -> LoraTargets:
     trained = {parameter for module in whole for parameter in module.parameters(recurse=False)}
     linears = [name for name in _linear_layers(model) if model.get_submodule(name).weight not in trained]
     adapted = tuple(name for name in linears if not lora.targets or _matches(name, lora.targets))
+    fitting = tuple(name for name in linears if model.get_parameter(f"{name}.weight").numel() % GROUP == 0)
     # A tied weight has two names, of which this is the first.
-    return LoraTargets(adapted, tuple(name for name, parameter in model.named_parameters() if parameter in trained))
+    trained_names = tuple(name for name, parameter in model.named_parameters() if parameter in trained)
+    return LoraTargets(adapted, trained_names, fitting if lora.base == "nf4" else ())
 
 
 class LoraCounts(NamedTuple):
-    """Numbers that [lora] trains in a whole model.
+    """Numbers that [lora] trains in a whole model, and that it stores in NF4.
 
     Attributes:
         adapters: in adapters.
         whole: in parameters that are trained whole.
         whole_linear: those in matrices that multiply each token; of experts, the ones that it is sent to.
+        quantized: weights in NF4.
     """
 
     adapters: int
     whole: int
     whole_linear: float
+    quantized: int
 
 
 def count_trained(model: LanguageModel, lora: Lora, experts_share: float) -> LoraCounts:
@@ -66,7 +74,8 @@ def count_trained(model: LanguageModel, lora: Lora, experts_share: float) -> Lor
     matrices = {module.weight for module in modules.values() if isinstance(module, nn.Linear)}
     experts = {parameter for module in model.experts.values() for parameter in module.parameters()}
     linear = sum(p.numel() * (experts_share if p in experts else 1.0) for p in trained if p in matrices or p in experts)
-    return LoraCounts(adapters, sum(parameter.numel() for parameter in trained), linear)
+    quantized = sum(model.get_parameter(f"{name}.weight").numel() for name in found.quantized)
+    return LoraCounts(adapters, sum(parameter.numel() for parameter in trained), linear, quantized)
 
 
 def check_targets(model: LanguageModel, lora: Lora) -> None:
@@ -95,6 +104,11 @@ def check_targets(model: LanguageModel, lora: Lora) -> None:
                 f"lora.train[{index}] = {pattern!r} finds no module that has weights of its own",
                 fix=f"names are like {with_weights[0]}, {with_weights[len(with_weights) // 2]}, {with_weights[-1]}",
             )
+    if lora.base == "nf4" and not find_targets(model, lora).quantized:
+        raise ConfigError(
+            f"lora.base = 'nf4': no frozen linear layer of the blocks has a multiple of {GROUP:,} weights",
+            fix="leave it at 'bfloat16'",
+        )
 
 
 def check_pipeline_targets(trained_names: Sequence[str], spans: Sequence[tuple[int, int]]) -> None:

@@ -27,6 +27,9 @@ COPY_PASSES = 7  # over rows that are dispatched to experts, joined, weighted an
 # ASSUMED speed of a recurrence as a fraction of that of matrix products; not measured on a GPU.
 RECURRENCE_RATE = 0.2
 LOGIT_PASSES = 15  # over fp32 logits, measured on an H200
+# Bytes that move for a weight that is dequantized: half a byte of code, and its index and its value, written and read.
+# The weight that the product reads is written too.
+DEQUANTIZED_BYTES = 0.5 + 2 * 2 + 2 * 2
 
 
 class Volume(NamedTuple):
@@ -253,6 +256,9 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     attention_forward = FORWARD_FLOPS * scores / rates.forward
     attention_backward = BACKWARD_FLOPS * scores / rates.backward + (attention_forward if mode == "full" else 0.0)
     moved = cluster.memory_seconds(_elementwise_bytes(planned))
+    # Each tile of an MLP dequantizes its weights again; counted as if attention had tiles too.
+    unpacked = planned.quantized_block * (DEQUANTIZED_BYTES + planned.element_bytes) * config.activation.mlp_tiles
+    unpacked = cluster.memory_seconds(unpacked)
     recomputed = 0.0 if mode == "none" else 1.0
     trade_again = attention.forward_exposed if mode == "full" else 0.0
     cp_forward = attention.forward_exposed * sequences
@@ -262,12 +268,13 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     tp_backward = tp_forward * (1 + recomputed)
     ep = planned.degrees.ep
     trade = cluster.all_to_all_seconds(planned.sent_to_experts * (ep - 1) / ep, ep, tp)
-    busy_forward = forward + attention_forward + moved + cp_forward + tp_forward
-    busy_backward = linear_backward + attention_backward + moved * (2 + recomputed) + cp_backward + tp_backward
+    busy_forward = forward + attention_forward + moved + unpacked + cp_forward + tp_forward
+    busy_backward = linear_backward + attention_backward + cp_backward + tp_backward
+    busy_backward += moved * (2 + recomputed) + unpacked * (1 + recomputed)
     return {
         "linear layers": forward + linear_backward,
         "attention": attention_forward + attention_backward,
-        "elementwise kernels": moved * (3 + recomputed),
+        "elementwise kernels": moved * (3 + recomputed) + unpacked * (2 + recomputed),
         "context-parallel messages": cp_forward + cp_backward,
         "tensor-parallel messages": tp_forward + tp_backward,
         "expert-parallel messages": planned.expert_sends_per_micro_batch * trade,
@@ -288,7 +295,7 @@ def _elementwise_bytes(planned: PlannedStage) -> float:
 
 def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
     """Seconds of a layer's gathers and reductions that its work does not hide; in a pipeline they come once a step."""
-    gather, reduce, reduce_last = _fsdp_seconds(planned, planned.gathered_block, planned.reduced_block)
+    gather, reduce, reduce_last = _fsdp_seconds(planned, planned.gathered_block_bytes, planned.reduced_block)
     if planned.degrees.pp > 1:
         # If each forward frees the weights, the next one gathers them again.
         gathers = 1.0 if planned.config.parallel.fsdp_reshard == "always" else 1 / planned.stage.micro_batches
@@ -299,14 +306,14 @@ def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> flo
     return max(0.0, gather - forward) * gathers + others + (last - others) / planned.stage.micro_batches
 
 
-def _fsdp_seconds(planned: PlannedStage, parameters: float, trained: float) -> tuple[float, float, float]:
-    """Time to gather parameters, to reduce gradients of the trained, and to reduce those of a step's last micro-batch.
+def _fsdp_seconds(planned: PlannedStage, gathered: float, trained: float) -> tuple[float, float, float]:
+    """Time to gather bytes, to reduce gradients of trained parameters, and to reduce those of the last micro-batch.
 
     The gradients of the last micro-batch, or of all if `sync_once_per_step` is false, are also summed
     over replicas.
     """
     degrees, collective_seconds = planned.degrees, planned.cluster.collective_seconds
-    gather = collective_seconds(parameters * planned.element_bytes, degrees.fsdp, degrees.tp)
+    gather = collective_seconds(gathered, degrees.fsdp, degrees.tp)
     reduce = collective_seconds(trained * planned.reduce_bytes, degrees.fsdp, degrees.tp)
     shard = trained * planned.reduce_bytes / degrees.fsdp
     last = reduce + 2 * collective_seconds(shard, degrees.dp_replicate, degrees.tp * degrees.fsdp)
@@ -324,7 +331,7 @@ def _outer_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, flo
     hidden = tokens * args.dim * planned.element_bytes
     lora, ends = planned.trained, (pp_rank.is_first, pp_rank.is_last, args.tie_embeddings)
     outer = lora.outer(*ends) if lora else pp_rank.outer_parameters
-    gather, reduce, reduce_last = _fsdp_seconds(planned, pp_rank.outer_parameters, outer)
+    gather, reduce, reduce_last = _fsdp_seconds(planned, pp_rank.outer_parameters * planned.element_bytes, outer)
     again = 0.0 if planned.config.parallel.fsdp_reshard == "never" else gather
     seconds = {
         "linear layers": (6 if planned.trains_output else 4) * matrix * tokens * times / rate,

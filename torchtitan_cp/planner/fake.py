@@ -28,11 +28,15 @@ from torchtitan_cp.attention.linear.convolution import convolve, convolve_backwa
 from torchtitan_cp.attention.linear.operator import delta_rule, delta_rule_backward
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.operator import attention, attention_backward
+from torchtitan_cp.parallel.nf4 import product
 
-# The implementations of the attention operators, which fake tensors would not run.
+# The implementations of our operators, which fake tensors would not run.
 OPERATORS: dict[object, Callable[..., object]] = {
     operator._opoverload: operator._init_fn
-    for operator in (attention, attention_backward, delta_rule, delta_rule_backward, convolve, convolve_backward)
+    for operator in (
+        *(attention, attention_backward, delta_rule, delta_rule_backward),
+        *(convolve, convolve_backward, product),
+    )
 }
 WORKING = "activations and buffers"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torchtitan_cp.attention.linear.kernel import CHUNK, PART
 from torchtitan_cp.config.contract import Mixer
 from torchtitan_cp.optim.optimizers import ADAMW, OPTIMIZERS
+from torchtitan_cp.parallel.nf4 import GROUP, GROUPS_AT_ONCE, LOOKUP_BYTES, WEIGHT_BYTES
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import FP32_BYTES, RING, STRATEGY_COSTS
 
@@ -223,8 +224,10 @@ def _shards(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
 
 
 def weight_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> float:
-    """Bytes of a rank's shards of weights, wherever they are: fp32, and frozen ones bf16."""
-    return (pp_rank.trained * FP32_BYTES + pp_rank.frozen * BF16_BYTES) / planned.degrees.fsdp
+    """Bytes of a rank's shards of weights, wherever they are: fp32, and frozen ones bf16 or NF4."""
+    quantized = pp_rank.layers * planned.quantized_block
+    frozen = (pp_rank.frozen - quantized) * BF16_BYTES + quantized * WEIGHT_BYTES
+    return (pp_rank.trained * FP32_BYTES + frozen) / planned.degrees.fsdp
 
 
 def state_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> float:
@@ -237,13 +240,19 @@ def state_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> float:
 
 def _gathered_weights(planned: PlannedStage, pp_rank: PlannedRank) -> float:
     """Bytes of gathered weights: the outer ones, and those of the running layers, or of all layers in a pipeline."""
-    parallel, block = planned.config.parallel, planned.gathered_block
+    parallel, c = planned.config.parallel, planned.element_bytes
     # The backward of a pipeline leaves all weights gathered, whatever its forward does.
     freed = parallel.fsdp_reshard != "never" and parallel.pp == 1
     # One layer runs, and the next one is gathered ahead, but experts that are wrapped apart are not gathered ahead.
     blocks = min(pp_rank.layers, 2) if freed else pp_rank.layers
     ahead = (blocks - 1) * planned.gathered_experts if freed else 0.0
-    return (blocks * block - ahead + pp_rank.outer_parameters) * planned.element_bytes
+    return blocks * planned.gathered_block_bytes + (pp_rank.outer_parameters - ahead) * c
+
+
+def _dequantized_bytes(planned: PlannedStage) -> float:
+    """Bytes of the weight in NF4 that multiplies, in the compute dtype, and of what its values are looked up with."""
+    largest = planned.trained.largest_quantized if planned.trained else 0
+    return largest * planned.element_bytes + min(largest, GROUPS_AT_ONCE * GROUP) * LOOKUP_BYTES
 
 
 def _held_in_pipeline(planned: PlannedStage, pp_rank: PlannedRank) -> list[tuple[float, float]]:
@@ -330,6 +339,9 @@ def _block_phases(
     if planned.config.training.float8 != "none" and not planned.config.compile.enable and not block.copies:
         # The cast of the product's gradient and of its input to 8 bits goes through two copies in fp32.
         ffn = max(ffn, block.ffn * (1 + (c + 2 * FP32_BYTES + 1) / c / 4) / tiles)
+    # Or a product runs, whose weight is dequantized, when one of the six is freed or not there yet.
+    dequantized = _dequantized_bytes(planned)
+    ffn = max(ffn, ffn * 5 / 6 + dequantized)
     if tiles == 1:  # rows arrive while those that were sent still exist
         ffn += recomputed * planned.sent_to_experts
     held_ffn = {"none": kept[2], "selective": block.ffn / 2 + block.copies / 2}.get(mode, 0.0)
@@ -346,6 +358,7 @@ def _block_phases(
     group = (planned.stage.cp, planned.all_to_all_ranks(planned.strategy))
     costs = STRATEGY_COSTS[planned.strategy] if planned.stage.cp > 1 else RING
     working = costs.working_bytes(planned.tokens, *group, planned.heads) + _repeated_keys_bytes(planned)
+    working = max(working, dequantized)
     in_attention = {
         "block_inputs": recomputed * first_norm + gradient + ahead - (1 - recomputed) * second,
         "attention": recomputed * again + working + block.out,

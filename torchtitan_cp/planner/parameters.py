@@ -66,6 +66,8 @@ class TrainedParameters:
         block: weights of one layer that are trained whole; active_block: those of them that a token uses.
         embedding, head: the same outside of the layers, as in Parameters.
         output: whether the output matrix is trained.
+        quantized: weights of one layer that are stored in NF4; the mean if layers differ.
+        largest_quantized: weights of the largest such matrix.
         flops: what [lora] adds to the FLOPs of a token, on all ranks.
     """
 
@@ -75,6 +77,8 @@ class TrainedParameters:
     embedding: int
     head: int
     output: bool
+    quantized: float
+    largest_quantized: int
     flops: float
 
     def outer(self, is_first: bool, is_last: bool, tied: bool) -> int:
@@ -111,6 +115,8 @@ def count_trained_parameters(architecture: str, args: ModelArgs, lora: Lora, tp:
         embedding=embedding,
         head=head,
         output=any(model.get_parameter(name) is model.output.weight for name in found.trained),
+        quantized=counts.quantized / layers,
+        largest_quantized=max((model.get_parameter(f"{name}.weight").numel() for name in found.quantized), default=0),
         flops=adapter_flops_per_token(args, counts.adapters, counts.whole_linear),
     )
 

@@ -12,6 +12,7 @@ from torchtitan_cp.config.contract import Mixer, ModelArgs
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.metrics.throughput import layer_costs
+from torchtitan_cp.parallel.nf4 import WEIGHT_BYTES
 from torchtitan_cp.parallel.pipeline_stages import PipelineStages, plan_pipeline
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.parameters import (
@@ -113,6 +114,17 @@ class PlannedStage:
         """Parameters of a layer that a rank gathers: all but other ranks' experts, which tp does not split."""
         adapters = self.trained.adapters if self.trained else 0.0
         return self.counts.block + self.counts.experts * (self.degrees.tp / self.degrees.ep - 1) + adapters
+
+    @property
+    def quantized_block(self) -> float:
+        """Weights of a layer that are stored in NF4."""
+        return self.trained.quantized if self.trained else 0.0
+
+    @property
+    def gathered_block_bytes(self) -> float:
+        """Bytes of a layer's gathered parameters: of the compute dtype, or as they are stored in NF4."""
+        saved = self.quantized_block * (self.element_bytes - WEIGHT_BYTES)
+        return self.gathered_block * self.element_bytes - saved
 
     @cached_property
     def reduced_block(self) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_cp.checkpoint.base import digest_weights
-from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts
+from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts, read_shard
 from torchtitan_cp.checkpoint.peft import (
     PREFIX,
     Trained,
@@ -27,8 +27,10 @@ from torchtitan_cp.checkpoint.weights import SavedModel
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.contract import LanguageModel, ModelArgs
 from torchtitan_cp.config.json_types import JsonObject
+from torchtitan_cp.config.training import Lora
 from torchtitan_cp.parallel.lora import apply_lora, hidden_adapters, merged_state
 from torchtitan_cp.parallel.lora_targets import find_targets
+from torchtitan_cp.parallel.nf4 import fill_tables, whole_weights
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
 
@@ -55,27 +57,31 @@ def adapter_identity(config: Config) -> JsonObject:
     return {"lora": settings, "base weights": {"path": config.model.hub_checkpoint, "digest": digest}}
 
 
-def load_adapted(model: LanguageModel, saved: SavedModel) -> None:
+def load_adapted(model: LanguageModel, saved: SavedModel, lora: Lora) -> None:
     """Fill a whole model on the meta device: with adapters, on the host, from a checkpoint and the weights beside it.
+
+    Args:
+        lora: of the checkpoint; `base` may be another.
 
     Raises:
         ConfigError: there are no such weights, or they are others than the adapters were trained on.
     """
     config, names = saved.config, [name for name, _ in model.named_parameters()]
-    assert config.lora
     if not starts_from_weights(config):
         raise ConfigError(
             f"{saved.path} has adapters of fresh weights, which no file holds",
             fix="train adapters of trained weights: set model.hub_checkpoint",
         )
     check_identity(saved.progress.identity, adapter_identity(config), saved.path, "name the weights that were adapted")
-    apply_lora(model, config.lora)
+    apply_lora(model, lora)
     tied = model.output.weight is next(model.tok_embeddings.parameters())
     model.to_empty(device="cpu")
+    fill_tables(model, torch.device("cpu"))
     if tied:  # to_empty makes two of them
         model.output.weight = next(model.tok_embeddings.parameters())
-    with hidden_adapters([model]):
-        load_parts(registry.hub_folder(config.model, WEIGHT_FILES), [model], names, registry.hub_of(config.model))
+    folder, hub = registry.hub_folder(config.model, WEIGHT_FILES), registry.hub_of(config.model)
+    with hidden_adapters([model]), whole_weights([model], read_shard) as read:
+        load_parts(folder, [model], names, hub, read)
     model.load_state_dict(saved.read([name for name in model.state_dict() if name in saved.tensors]), strict=False)
 
 
@@ -140,13 +146,14 @@ Tensors = tuple[dict[str, tuple[torch.Size, torch.dtype]], Callable[[list[str]],
 def merged_tensors(saved: SavedModel, args: ModelArgs) -> Tensors:
     """The tensors of a checkpoint's whole model, adapters added to their weights, and a function that computes some.
 
-    The model is in host memory, its frozen weights in bf16.
+    The model is in host memory, its frozen weights in bf16, also those that the run had in NF4.
 
     Raises:
         ConfigError: as `load_adapted`.
     """
-    model = registry.empty_model(saved.config.model, args)
-    load_adapted(model, saved)
+    model, lora = registry.empty_model(saved.config.model, args), saved.config.lora
+    assert lora
+    load_adapted(model, saved, dataclasses.replace(lora, base="bfloat16"))
     state, sizes = merged_state(model), model.state_dict()
     tensors = {name: (sizes[name].shape, torch.float32) for name in state}
     return tensors, lambda names: {name: state[name]().detach() for name in names}
@@ -156,6 +163,6 @@ def load_base(model: ParallelModel) -> None:
     """Load the weights of model.hub_checkpoint, each rank its own shards; adapters stay as they are. Collective."""
     settings = model.config.model
     folder = registry.hub_folder(settings, WEIGHT_FILES)
-    with hidden_adapters(model.parts):
-        load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings))
+    with hidden_adapters(model.parts), whole_weights(model.parts, read_shard) as read:
+        load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings), read)
     logger.info("weights from %s", folder)

@@ -74,7 +74,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     lengths = (*parts, stage.seq_len - sum(parts))
     plan = layout.plans(AttentionMask(document_lengths=(lengths,)))[0]
     samples = partial(ProbeSamples, trainer.data_pipeline.samples, lengths)
-    with raised_weights(trainer.model.parts.parameters()):
+    with raised_weights(p for p in trainer.model.parts.parameters() if p.is_floating_point()):
         short_step = ShortStep(trainer, stage, layout, samples)
 
         def single() -> tuple[ModelRun, ModelRun]:

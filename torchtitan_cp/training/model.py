@@ -133,9 +133,10 @@ class StepSums(NamedTuple):
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast a module's parameters in place, as FSDP does. Buffers (frequencies, router biases) keep their dtype."""
+    """Cast a module's parameters in place, as FSDP does. Bytes and buffers (frequencies, router biases) stay."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return model
 
 

@@ -29,6 +29,7 @@ from torchtitan_cp.data.corpus.tokenizer_files import find_tokenizers
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.optim.rules import check_rules
 from torchtitan_cp.parallel.float8 import check_float8
+from torchtitan_cp.parallel.nf4 import check_nf4
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import ResolvedRun, with_defaults
 
@@ -105,6 +106,8 @@ def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, d
         check_float8(config.training.float8, device)
     if config.optimizer.state == "8bit":
         import_extra("torchao.optim", extra="float8", needed_by="optimizer.state = '8bit'")
+    if config.lora and config.lora.base == "nf4":
+        check_nf4()
     if config.optimizer.groups or config.lora:
         names = registry.trained_names(registry.empty_model(config.model, args), config.lora)
         check_rules(config.optimizer.groups, names)

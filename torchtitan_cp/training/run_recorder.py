@@ -109,10 +109,12 @@ class RunRecorder:
         log.console.bar.start()
 
     def _trained(self) -> str:
-        """What [lora] trains of the parameters; empty without it."""
-        counts = self.model.lora_counts
-        whole = f" and {counts.whole:,} of them" * bool(counts.whole) if counts else ""
-        return f" (trained: {counts.adapters:,} more in adapters{whole})" if counts else ""
+        """What [lora] trains of the parameters, and stores in NF4; empty without it."""
+        if (counts := self.model.lora_counts) is None:
+            return ""
+        whole = f" and {counts.whole:,} of them" * bool(counts.whole)
+        quantized = f"; in NF4: {counts.quantized:,}" * bool(counts.quantized)
+        return f" (trained: {counts.adapters:,} more in adapters{whole}{quantized})"
 
     def start_stage(self, stage: ResolvedStage, progress: Progress, batch: MicroBatch, seconds: float) -> None:
         """Describe the stage, and draw which rank computes which tiles of a sequence if several ranks share it.

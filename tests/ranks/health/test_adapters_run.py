@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.deep import deep_rows
 from tests.support.faulty_runs import LAYOUTS, watched_run
 from tests.support.inject import Inject, replay_with_fault
 from tests.support.rank_pool import RankPool
+from tests.support.runs import IN_NF4
 from torchtitan_cp.cli.replay import build
 from torchtitan_cp.health.replay import Bundle, replay
+from torchtitan_cp.parallel.nf4 import SHARDS_BYTES
 
 LORA = ("--lora.rank=4", "--lora.train=['norm']")
 STEPS = ("--curriculum.stages[0].steps=4", "--checkpoint.interval=1", "--checkpoint.asynchronous=false")
@@ -16,12 +20,16 @@ GRADIENT = Inject(step=2, rank=1, where="gradient", layer=1, module="feed_forwar
 WEIGHT = Inject(step=4, rank=1, where="weight", layer=1, module="attention.wk", parameter="lora_b")
 
 
-@deep_rows("layout", ["fsdp 2", "cp 2", "tp 2", "pp 2"], default=["fsdp 2"])
+@deep_rows("layout", ["fsdp 2", "cp 2", "tp 2", "pp 2", "fsdp 2, NF4"], default=["fsdp 2"])
 def test_an_adapter_that_is_not_finite_is_named_and_reproduced_offline(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:
+    layout, _, base = layout.partition(", ")
+    if base and not SHARDS_BYTES:
+        pytest.skip("FSDP shards bytes from torch 2.13 on")
     size, overrides = LAYOUTS[layout]
-    folder = run_toml.parent / f"adapters-{layout.replace(' ', '-')}"
+    overrides = (*overrides, *(IN_NF4 if base else ()))
+    folder = run_toml.parent / f"adapters-{layout.replace(' ', '-')}{base}"
     faults = {fault.step: fault for fault in (GRADIENT, WEIGHT)}
     named = {
         GRADIENT.step: ("layers.1.feed_forward.w2", "gradient of lora_a"),

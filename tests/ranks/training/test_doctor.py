@@ -10,7 +10,7 @@ import pytest
 from tests.support.deep import deep_rows
 from tests.support.doctor import diagnose, write_family
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.runs import EXPERTS, TINY, write_run
+from tests.support.runs import EXPERTS, IN_NF4, TINY, needs_bytes, write_run
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.packed_stream import PackedSequence, Span
 from torchtitan_cp.training.doctor import ProbeSamples
@@ -30,8 +30,9 @@ def test_an_architecture_of_ours_is_safe(ranks: Callable[[int], RankPool], tmp_p
 
 
 @pytest.mark.deep
-def test_adapters_are_safe(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    safe, printed = ranks(2)(diagnose, write_run(tmp_path), "", "--lora.rank=4", "--lora.train=['norm']")[0]
+@pytest.mark.parametrize("keys", [("--lora.rank=4",), pytest.param(IN_NF4, marks=needs_bytes)])
+def test_adapters_are_safe(ranks: Callable[[int], RankPool], tmp_path: Path, keys: tuple[str, ...]) -> None:
+    safe, printed = ranks(2)(diagnose, write_run(tmp_path), "", *keys, "--lora.train=['norm']")[0]
     assert safe, printed
 
 

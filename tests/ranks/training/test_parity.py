@@ -19,6 +19,7 @@ from models.llama import FLAVORS, Llama
 from tests.support.rank_pool import RankPool
 from tests.support.runs import first_gradients, losses, packed_gradients, prepared, train_and_first_gradients, write_run
 from torchtitan_cp.curriculum import rope_frequencies
+from torchtitan_cp.parallel.nf4 import SHARDS_BYTES
 from torchtitan_cp.parallel.pipeline_stages import SPLITS_ANY_BACKWARD
 
 FOUR_LAYERS = "model.overrides.n_layers=4"
@@ -55,6 +56,15 @@ MODELS: dict[str, tuple[str, ...]] = {
     "routers": ROUTED,
     "Qwen3.5": HYBRID_MODEL,
     "adapters": (FOUR_LAYERS, QK_NORM, "lora.rank=6", "lora.train=['norm', 'tok_embeddings']"),
+    # Keys and values have half a group of weights and stay in bf16.
+    "adapters on NF4": (
+        *(f"model.overrides.{size}" for size in ("dim=128", "head_dim=32", "ffn_dim=128", "n_layers=4")),
+        *("lora.rank=6", "lora.base='nf4'", "lora.train=['norm']"),
+    ),
+    "adapters on NF4, experts": (
+        *(*EXPERTS, "model.overrides.dim=128", "model.overrides.head_dim=32", "lora.rank=6", "lora.base='nf4'"),
+        "lora.train=['router']",
+    ),
     "adapters, experts": (*EXPERTS, "lora.rank=6", "lora.train=['router', 'norm']"),
 }
 
@@ -186,6 +196,10 @@ LAYOUTS = {
     "PP 2, adapters": Layout(2, "pp=2", "", "adapters"),
     "PP 2 x TP 2, adapters": Layout(4, "pp=2 tp=2", "", "adapters", deep=False),
     "FSDP 2 x CP 2, recomputed, adapters": Layout(4, "cp=2", FULL, "adapters", deep=False),
+    "FSDP 2 x CP 2, recomputed, adapters on NF4": Layout(4, "cp=2", FULL, "adapters on NF4", deep=False),
+    "CP 2, compiled, selective, adapters on NF4": Layout(2, "cp=2", f"{COMPILED} {SELECTIVE}", "adapters on NF4"),
+    "PP 2 x HSDP 2, MLP in 3 tiles, adapters on NF4": Layout(4, "pp=2 dp_replicate=2", f"{TILES}3", "adapters on NF4"),
+    "CP 2, EP 2, adapters on NF4, experts": Layout(2, "cp=2 ep=2", "", "adapters on NF4, experts"),
     "TP 2, compiled, attention saved, adapters": Layout(2, "tp=2", f"{COMPILED} {ATTENTION_SAVED}", "adapters"),
     "CP 2 x TP 2, EP 2, adapters, experts": Layout(4, "cp=2 tp=2 ep=2", "", "adapters, experts"),
 }
@@ -263,6 +277,8 @@ def test_a_layout_gives_the_losses_gradients_and_norms_of_one_rank(
 ) -> None:
     if "zero" in layout.degrees and not SPLITS_ANY_BACKWARD:
         pytest.skip("zero-bubble schedules need torch 2.13")
+    if "NF4" in layout.model and not SHARDS_BYTES:
+        pytest.skip("FSDP shards bytes from torch 2.13 on")
     steps = layout.steps
     want_lines, want = references(layout.model, steps, layout.sequences)
     overrides = [*model_overrides(layout.model), *layout.overrides, *length_overrides(steps, layout.sequences)]

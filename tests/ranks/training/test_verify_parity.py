@@ -15,7 +15,7 @@ from tests.support.doctor import diagnose
 from tests.support.hub_models import write_start
 from tests.support.parity import rows_of, verify
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.runs import EXPERTS, TINY, write_conversations, write_run
+from tests.support.runs import EXPERTS, IN_NF4, TINY, needs_bytes, write_conversations, write_run
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.strategy import Strategy
 from torchtitan_cp.cli.check import main as check
@@ -60,6 +60,9 @@ def verify_broken(path: Path, *overrides: str) -> bool:
         ["--parallel.pp=2", "--parallel.tp=2", "--model.overrides.windows=[100, 0]"],
         pytest.param(["--parallel.tp=2", "--lora.rank=4", "--lora.train=['tok_embeddings']"], marks=pytest.mark.deep),
         pytest.param(["--parallel.pp=2", "--lora.rank=4", "--lora.train=['tok_embeddings']"], marks=pytest.mark.deep),
+        pytest.param(
+            ["--parallel.cp=2", *IN_NF4, "--lora.train=['tok_embeddings']"], marks=[pytest.mark.deep, needs_bytes]
+        ),
     ],
 )
 def test_parity_holds_on_every_layout(ranks: Callable[[int], RankPool], tmp_path: Path, overrides: list[str]) -> None:

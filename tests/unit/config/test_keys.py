@@ -23,7 +23,7 @@ data.name
 training.seed training.compute_dtype training.float8 training.deterministic training.micro_batch_sequences
 training.reduce_dtype training.max_grad_norm training.loss_chunk_tokens training.z_loss training.router_bias_update
 training.loss_normalization
-lora.rank lora.alpha lora.rslora lora.targets lora.train lora.dropout
+lora.rank lora.alpha lora.rslora lora.targets lora.train lora.base lora.dropout
 optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.state
 optimizer.offload_state optimizer.groups
 lr_scheduler.shape lr_scheduler.warmup_steps lr_scheduler.decay_fraction lr_scheduler.end_fraction

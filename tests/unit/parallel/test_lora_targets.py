@@ -34,9 +34,22 @@ def test_what_is_trained_whole_has_no_adapter_and_a_tied_output_is_the_embedding
     assert found.trained == ("tok_embeddings.weight", "layers.1.feed_forward.w1.weight", "norm.weight")
 
 
+def test_frozen_linear_layers_of_whole_groups_are_in_nf4_with_or_without_an_adapter() -> None:
+    args = dataclasses.replace(FLAVORS["debug"], dim=128, head_dim=32, n_heads=4, n_kv_heads=2, ffn_dim=128, n_layers=1)
+    model = registry.empty_model(Model(architecture="llama"), dataclasses.replace(args, vocab_size=256))
+    found = find_targets(model, Lora(base="nf4", targets=("wq", "wk"), train=("w2", "norm")))
+    assert found.adapted == ("layers.0.attention.wq", "layers.0.attention.wk")
+    names = "attention.wq", "attention.wo", "feed_forward.w1", "feed_forward.w3"
+    assert found.quantized == tuple(f"layers.0.{name}" for name in names), "wk and wv are half a group"
+
+
 @pytest.mark.parametrize(
     ("lora", "wanted"),
     [
+        (
+            Lora(base="nf4", train=("attention",)),
+            "no frozen linear layer of the blocks has a multiple of 16,384",
+        ),
         (Lora(targets=("wq", "experts")), r"targets\[1\] = 'experts' .*layers.0.experts has all its experts in one te"),
         (Lora(targets=("gate",)), r"finds no linear layer of the blocks: layers.0.router.gate is none"),
         (Lora(targets=("q_proj",)), r"they are like layers.0.attention.wq and layers.1.attention.wo"),

@@ -82,6 +82,14 @@ def test_with_adapters_a_frozen_weight_costs_no_gradient_of_its_own() -> None:
     assert found.output, "it is the embedding"
 
 
+def test_weights_in_nf4_are_those_of_whole_groups() -> None:
+    register(ARCHITECTURES)
+    shape = LlamaArgs(128, 3, 4, 2, 32, 256, vocab_size=128)
+    found = count_trained_parameters("llama", shape, Lora(4, base="nf4"))
+    assert (found.quantized, found.largest_quantized) == (2 * 128 * 128 + 3 * 128 * 256, 128 * 256)
+    assert count_trained_parameters("llama", shape, Lora(4)).quantized == 0
+
+
 def test_tensor_parallel_ranks_share_one_matrix_of_an_adapter() -> None:
     register(ARCHITECTURES)
     shape, lora = LlamaArgs(64, 2, 4, 2, 16, 96, vocab_size=128), Lora(4, targets=("wq", "wo"))

@@ -11,6 +11,7 @@ from models import ARCHITECTURES
 from tests.support.deep import deep_rows
 from tests.support.recipes import FILES, load, ranks_of, walk_on_gpu
 from torchtitan_cp.config import Config
+from torchtitan_cp.parallel.nf4 import SHARDS_BYTES
 from torchtitan_cp.planner.choices import KEYS
 from torchtitan_cp.planner.devices import Cluster, make_cluster
 from torchtitan_cp.planner.estimate import plan_config
@@ -77,5 +78,7 @@ def test_a_recipe_walked_with_a_gpus_operations_takes_the_memory_of_its_plan(nam
     """Uncompiled, as blocks are walked."""
     options = ("--compile.enable=false", *(f"--curriculum.stages[0].{key}" for key in LAST.get(name, ())))
     path, config, cluster = on_its_gpus(name, tmp_path, *options)
+    if config.lora and config.lora.base == "nf4" and not SHARDS_BYTES:
+        pytest.skip("FSDP shards bytes from torch 2.13 on")
     (walked,) = walk_on_gpu(path, cluster.ranks, *options, stages=1)
     assert plan_config(config, cluster)[0].memory.total == pytest.approx(walked, rel=0.10)

@@ -10,6 +10,7 @@ import pytest
 from tests.support import fake_cuda
 from tests.support.fake_cuda_walks import CHOICES, Case, accepted, pairwise_cases, walk_in_process
 from tests.support.runs import write_run
+from torchtitan_cp.parallel.nf4 import SHARDS_BYTES
 
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or not (shutil.which("c++") or shutil.which("g++")), reason="needs Linux and a C++ compiler"
@@ -20,6 +21,10 @@ UPDATE: Case = {"measured": "update"}
 WAITS: Case = {**UPDATE, "optimizer": "offload_state"}
 KEPT: Case = {"layers": "4"}
 OFFLOADED: Case = {**KEPT, "activation": "offload of all"}
+IN_NF4: list[Case] = [
+    {"base": "nf4", "activation": "selective", "dimensions": "hsdp"},
+    {"base": "nf4", "activation": "offload of all", "optimizer": "fsdp_cpu_offload", "experts": "ep"},
+]
 PROBES: list[Case] = [KEPT, OFFLOADED, UPDATE, WAITS, {**WAITS, "fault": "whole state at once"}]
 
 
@@ -44,7 +49,7 @@ def test_combinations_walk_and_a_tensor_on_the_wrong_device_ends_a_walk(tmp_path
 @pytest.mark.deep
 @pytest.mark.xdist_group("jobs/test_page_runs.py")  # early, as it takes a minute
 def test_every_pair_of_choices_walks_and_offloading_lowers_a_peak(tmp_path: Path) -> None:
-    cases = [*ALL[QUICK:], *PROBES]
+    cases = [*ALL[QUICK:], *(IN_NF4 if SHARDS_BYTES else []), *PROBES]
     results = walk_in_process(write_run(tmp_path), cases)
     assert [result["case"] for result in results] == cases
     assert not [(result["case"], result["trace"]) for result in results if "error" in result]
