@@ -77,7 +77,7 @@ def one_gpu(device: str, *, forward: float = 0.0, backward: float = 0.0, product
     peak = accelerator.peak_flops[torch.bfloat16] / TERA
     if forward and backward:
         share = (forward / peak, backward / peak)
-        accelerator = replace(accelerator, cudnn=None, attention_forward=share[0], attention_backward=share[1])
+        accelerator = replace(accelerator, measured=True, attention_forward=share[0], attention_backward=share[1])
     if products:
         accelerator = replace(accelerator, linear=products / peak)
     return make_cluster(device, measured=replace(accelerator, ranks_per_node=1))

@@ -51,7 +51,7 @@ def kernels(record: Record) -> None:
         except Exception as error:  # what one kernel lacks, or fails in, is no other's failure
             record.case(case, False, f"{type(error).__name__}: {error}"[:300])
             continue
-        shares, peak = accelerator.attention(name, dim), accelerator.peak_flops[dtype]
+        shares, peak = accelerator.attention(name, dim, dense), accelerator.peak_flops[dtype]
         forward, backward = (
             beside(f"{way}_tflops", flops / TERA, share * peak / TERA)
             for way, flops, share in zip(("forward", "backward"), found, shares, strict=True)

@@ -115,7 +115,7 @@ def attend(
         sinks: `[Hq]`, floating point: a logit per head that every query attends to besides its keys, valued zero.
             Its gradient is that of this rank's queries: sum it over the ranks, like any parameter's.
         qkv_format: order of the dims: "bshd"; "sbhd" `[S/P, B, H, D]`; "thd" `[S/P, H, D]`, one packed row.
-        softcap: above 0, scores s become softcap tanh(s / softcap); kernels reference and flex.
+        softcap: above 0, scores s become softcap tanh(s / softcap); kernels reference, flex and flash4.
 
     Returns:
         Attention in q's dtype and format, `[B, S/P, Hq, Dv]`; rows of padding are zero.
@@ -145,7 +145,7 @@ class ContextParallel:
             and the ranks that trade heads as the inner one.
         strategy: by name: ring, all_gather, all_to_all, hybrid, or auto (hybrid on a 2-D mesh,
             otherwise by heads and window; the log says which and why).
-        kernel: local kernel by name, or auto (by device and dtype).
+        kernel: local kernel by name, or auto (by device, dtype, head dims and mask).
         layout: contiguous, zigzag, balanced, documents, or auto (documents where they are packed, otherwise zigzag).
         kv_transfer: "exact", or "float8": ring, all_gather and hybrid carry K and V in e4m3 between ranks (hybrid
             in its ring), with an fp32 scale per head and row.

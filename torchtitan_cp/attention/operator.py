@@ -55,18 +55,26 @@ def prepare_plan(plan: Plan) -> None:
 
 
 def _make_call(
-    planned: Plan, q: Tensor, v: Tensor, heads: tuple[int, int], scores: ScoreMod, sinks: Tensor | None, trading: int
+    planned: Plan,
+    q: Tensor,
+    v: Tensor,
+    heads: tuple[int, int],
+    scores: ScoreMod,
+    sinks: Tensor | None,
+    trading: int,
+    *,
+    backward: bool = False,
 ) -> tuple[Strategy, Call]:
     """The strategy of an attention, and its call.
 
     Args:
-        heads: (query, key); trading: ranks that trade heads.
+        heads: (query, key); trading: ranks that trade heads; backward: whether the call is for the backward.
     """
     plan = with_exchange(planned, trading)
     if plan is not planned and plan.kv_transfer == "exact":
         log_choice(plan.strategy, *heads, plan.ranks, plan.mask.band)
     plan.check_batch(len(q))
-    options = {"softcap": scores.softcap > 0, "dense": plan.mask.dense}
+    options = {"softcap": scores.softcap > 0, "dense": plan.mask.dense, "backward": backward}
     kernel = choose_kernel(plan.kernel, q, v, **options)
     return STRATEGIES[plan.strategy], Call(plan, kernel, scores, heads[1], *plan.process_groups, sinks)
 
@@ -156,7 +164,7 @@ def attention_backward(
         return _new_gradients(dout, residuals, sinks, key_heads)
     dout, q, k, v, out = map(_with_unit_stride, (dout, *residuals[:4]))
     heads, scores = (dout.shape[2], key_heads), ScoreMod(scale, softcap)
-    strategy, call = _make_call(find_plan(handle), q, v, heads, scores, sinks, all_to_all_ranks)
+    strategy, call = _make_call(find_plan(handle), q, v, heads, scores, sinks, all_to_all_ranks, backward=True)
     *gradients, dsinks = strategy.backward(dout, Residuals(q, k, v, out, residuals[4]), call)
     # Compiled code relies on the strides that `_new_gradients` promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)

@@ -6,7 +6,7 @@ The registries of the rooms have the same names, which a test compares.
 from dataclasses import dataclass
 
 STRATEGIES = ("auto", "ring", "all_gather", "all_to_all", "hybrid")
-KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
+KERNELS = ("auto", "cpu", "flash", "flash4", "cudnn", "efficient", "flex", "reference")
 TRANSFERS = ("exact", "float8")
 LAYOUTS = ("auto", "contiguous", "zigzag", "balanced", "documents")
 ACTIVATIONS = ("none", "full", "selective", "attention_saved")

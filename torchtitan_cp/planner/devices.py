@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchtitan_cp.attention.kernels import WIDEST_FAST
+from torchtitan_cp.attention.kernels.rates import find_rate
 from torchtitan_cp.metrics.throughput import PEAK_FLOPS
 
 GB, GIB = 1e9, 2**30
@@ -23,13 +23,12 @@ class Accelerator:
         network_bandwidth: bytes/s a rank sends to other nodes: its share of the node's network cards.
         ranks_per_node: usual size of a node.
         latency_seconds: of one message.
-        linear, attention_forward, attention_backward: ASSUMED fractions of the peak that large matrix products and the
-            attention kernels, except cudnn, reach. On an H100 those of attention are measured.
+        linear, attention_forward, attention_backward: ASSUMED fractions of the peak that large matrix products and
+            attention kernels reach; kernels that have a rate in `kernels/rates.py` reach that.
         source: of the numbers that are not assumed.
         fused_norm: whether RMSNorm is one kernel that keeps only its input; otherwise it also keeps two fp32 copies.
         capability: see kernels.Case.
-        cudnn, wide: fractions of the peak (forward, backward) of cudnn, and of the kernel for heads of more than 256
-            dims; None: as of the other kernels.
+        measured: whether the fractions of attention hold for the kernel that runs, whatever its rate elsewhere.
         host_bytes: ASSUMED host memory of a node; 0: not known, or the device's.
         host_bandwidth: bytes/s between the device and pinned host memory, each way.
     """
@@ -47,44 +46,53 @@ class Accelerator:
     source: str
     fused_norm: bool = True
     capability: tuple[int, int] | None = None
-    cudnn: tuple[float, float] | None = None
-    wide: tuple[float, float] | None = None
+    measured: bool = False
     host_bytes: float = 0.0
     host_bandwidth: float = 50e9
 
-    def attention(self, kernel: str, head_dim: int) -> tuple[float, float]:
-        """Fractions of the peak that an attention kernel reaches, forward and backward."""
-        of_kernel = self.wide if head_dim > WIDEST_FAST else self.cudnn if kernel == "cudnn" else None
-        return of_kernel or (self.attention_forward, self.attention_backward)
+    def attention(self, kernel: str, head_dim: int, dense: bool = True) -> tuple[float, float]:
+        """Fractions of the peak that an attention kernel reaches, forward and backward.
+
+        Args:
+            head_dim: the wider of Dqk and Dv; dense: whether all tiles are full or causal.
+        """
+        if self.measured or self.capability is None:
+            return self.attention_forward, self.attention_backward
+        # A kernel that is set for a mask of which it has no rate is taken to be as fast as on the other.
+        rates = (find_rate(kernel, self.capability, head_dim, mask) for mask in (dense, not dense))
+        rate = next(filter(None, rates), None)
+        return (rate.forward, rate.backward) if rate else _usual(self.capability[0], head_dim)
+
+
+def _usual(capability: int, head_dim: int = 128) -> tuple[float, float]:
+    """The fractions that kernels without a rate of their own are ASSUMED to reach: those of `efficient`."""
+    rate = find_rate("efficient", (capability, 0), head_dim, dense=True)
+    assert rate is not None
+    return rate.forward, rate.backward
 
 
 # Links: half of NVLink's stated total, which counts both directions. Networks: a card of 200 Gb/s (A100) or 400 Gb/s
-# for each GPU, as in DGX A100, H100, H200, B200. Attention: FlashAttention-2, which reaches a smaller fraction of the
-# peak on Hopper and Blackwell than on Ampere (Shah et al., FlashAttention-3, 2024, figure 5). It was measured on an
-# H100 (docs/cuda.md, tiles of a ring, head dim 128), and an H200 has the same processor.
-# Wide heads: `efficient` at head dim 512, by the tables of ffpa-attn (docs/bench/README.md of xlite-dev/ffpa-attn,
-# 2026): on an H200 119 to 135 TFLOP/s forward and 42 to 47 backward, on a B200 172 and 49, and on an L20, whose
-# processor is nearest to an A100's there, half and a quarter of the peak.
+# for each GPU, as in DGX A100, H100, H200, B200. Attention: `kernels/rates.py`; an H200 has the processor of an H100.
 # Host memory: as in DGX systems. Its link: PCIe 5 x16, of whose 64 GB/s 50 explain what offload cost on an H200
 # (benchmarks/results/cuda_steps.md), or PCIe 4 x16, of whose 32 GB/s as many parts are assumed.
 ACCELERATORS = {
     "h100-80g": Accelerator(
-        PEAK_FLOPS["H100"], 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.34, 0.32,
-        "NVIDIA H100 data sheet, SXM", capability=(9, 0), cudnn=(0.59, 0.54), wide=(0.13, 0.045), host_bytes=HOST_BYTES,
+        PEAK_FLOPS["H100"], 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, *_usual(9),
+        "NVIDIA H100 data sheet, SXM", capability=(9, 0), host_bytes=HOST_BYTES,
     ),
     "h200-141g": Accelerator(
-        PEAK_FLOPS["H200"], 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.34, 0.32,
-        "NVIDIA H200 data sheet, SXM", capability=(9, 0), cudnn=(0.59, 0.54), wide=(0.13, 0.045), host_bytes=HOST_BYTES,
+        PEAK_FLOPS["H200"], 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, *_usual(9),
+        "NVIDIA H200 data sheet, SXM", capability=(9, 0), host_bytes=HOST_BYTES,
     ),
     "a100-80g": Accelerator(
-        PEAK_FLOPS["A100"], 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
-        "NVIDIA A100 data sheet, SXM 80GB", capability=(8, 0), wide=(0.49, 0.25), host_bytes=HOST_BYTES,
+        PEAK_FLOPS["A100"], 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, *_usual(8),
+        "NVIDIA A100 data sheet, SXM 80GB", capability=(8, 0), host_bytes=HOST_BYTES,
         host_bandwidth=25e9,
     ),
     "b200-192g": Accelerator(
-        PEAK_FLOPS["B200"], 192 * GB, 8e12, 900e9, 50e9, 8, 15e-6, 0.65, 0.25, 0.20,
+        PEAK_FLOPS["B200"], 192 * GB, 8e12, 900e9, 50e9, 8, 15e-6, 0.65, *_usual(10),
         "NVIDIA Blackwell architecture brief, B200 SXM; its attention is assumed to gain little over Hopper's",
-        capability=(10, 0), cudnn=(0.45, 0.35), wide=(0.076, 0.022), host_bytes=HOST_BYTES,
+        capability=(10, 0), host_bytes=HOST_BYTES,
     ),
     # One core of a server with AVX-512: 2 products of 16 fp32 lanes a cycle at 2.5 GHz; bf16 without AMX is slower.
     "cpu": Accelerator(

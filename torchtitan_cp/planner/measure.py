@@ -54,8 +54,7 @@ def measure_accelerator(config: Config, args: ModelArgs, ranks_per_node: int) ->
         linear=_product_rate(new, args, tokens) / peak,
         attention_forward=forward / peak,
         attention_backward=backward / peak,
-        cudnn=None,  # the rates are those of the kernel that `auto` chose
-        wide=None,
+        measured=True,
         source=f"{device.name}, measured now on this config's shapes; its messages: {base.source}",
     )
 

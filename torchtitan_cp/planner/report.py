@@ -61,14 +61,20 @@ def misfit(name: str, needed_bytes: float, usable_bytes: float, of: str, holder:
     return f"DOES NOT FIT: {name} needs {needed_bytes / GIB:.1f} GiB {of}, {over:.1f} more than {holder} has"
 
 
+def _kernels(estimate: Estimate, window: int) -> tuple[str, str]:
+    """The attention kernel of layers with this window, and what to add if the backward has another."""
+    forward, backward = estimate.kernel(window), estimate.kernel(window, backward=True)
+    return forward, "" if backward == forward else f" and {backward}"
+
+
 def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
     """Print four tables, a fifth if ranks share experts, and remarks on single stages."""
     cluster = estimates[0].cluster
     accelerator = cluster.accelerator
     windows = {mixer.window for mixer in estimates[0].args.mixers if mixer.n_heads}
-    kernels = sorted({(one.kernel(window), one.mixer(window).head_dim) for one in estimates for window in windows})
-    rate = "attention by {} at {:.0%} forward and {:.0%} backward"
-    described = (rate.format(kernel, *accelerator.attention(kernel, dim)) for kernel, dim in kernels)
+    layers = sorted({(*_kernels(one, window), one.attention_shares(window)) for one in estimates for window in windows})
+    rate = "attention by {}{} at {:.0%} forward and {:.0%} backward"
+    described = (rate.format(kernel, other, *shares) for kernel, other, shares in layers)
     attention = ", ".join(dict.fromkeys(described))
     known = accelerator.host_bytes
     host = f"; a node's host has {known / GB:,.0f} GB" if known else ""

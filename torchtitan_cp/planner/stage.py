@@ -224,23 +224,40 @@ class PlannedStage:
         tp, float8 = self.degrees.tp, self.config.context_parallel.kv_transfer == "float8"
         return Heads(query // tp, key // tp, dim, self.element_bytes, float8)
 
-    def kernel(self, window: int) -> str:
+    def kernel(self, window: int, *, backward: bool = False) -> str:
         """The attention kernel of layers with this window: the one that is set, or that `auto` chooses.
 
         Raises:
             PlanError: the one that is set cannot run them.
         """
-        dense = not 0 < window < self.stage.seq_len and not any(getattr(self.stage.data, key) for key in MASKING_KEYS)
         dim, capability = self.mixer(window).head_dim, self.cluster.accelerator.capability
-        dtype = getattr(torch, self.config.training.compute_dtype)
-        device = "cuda" if capability else "cpu"
-        exact = self.config.training.deterministic
-        case = Case(device, dtype, dim, dim, dense=dense, capability=capability, deterministic=exact)
+        case = Case(
+            "cuda" if capability else "cpu",
+            getattr(torch, self.config.training.compute_dtype),
+            dim,
+            dim,
+            dense=self.is_dense(window),
+            capability=capability,
+            deterministic=self.config.training.deterministic,
+            backward=backward,
+            planned=True,
+        )
         return choose_for_case(self.config.context_parallel.kernel, case)
 
+    def is_dense(self, window: int) -> bool:
+        """Whether all tiles of layers with this window are full or causal."""
+        return not 0 < window < self.stage.seq_len and not any(getattr(self.stage.data, key) for key in MASKING_KEYS)
+
+    def attention_shares(self, window: int) -> tuple[float, float]:
+        """Fractions of the peak that attention reaches in layers with this window, forward and backward."""
+        dim, dense, accelerator = self.mixer(window).head_dim, self.is_dense(window), self.cluster.accelerator
+        forward, _ = accelerator.attention(self.kernel(window), dim, dense)
+        _, backward = accelerator.attention(self.kernel(window, backward=True), dim, dense)
+        return forward, backward
+
     def rates(self, window: int) -> Rates:
-        """Speed of the attention kernel in layers with this window."""
-        shares = self.cluster.accelerator.attention(self.kernel(window), self.mixer(window).head_dim)
+        """Speed of the attention kernels in layers with this window."""
+        shares = self.attention_shares(window)
         forward, backward = (self.cluster.rate(self.config.training.compute_dtype, share) for share in shares)
         return Rates(self.cluster, forward, backward, self.degrees.tp)
 

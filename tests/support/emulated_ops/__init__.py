@@ -7,7 +7,7 @@ file can be compared at 1e-10. Memory that a real kernel leaves unwritten holds 
 Read in the sources of torch 2.11 to 2.13: `torch/_meta_registrations.py`, and in `aten/src/ATen/native`
 `transformers/cuda/{attention.cu, attention_backward.cu, sdp_utils.cpp}`, `transformers/cuda/flash_attn/flash_api.cpp`,
 `transformers/cuda/mem_eff_attention/{kernel_forward, kernel_backward}.h` and `cudnn/MHA.cpp`; and in FlashAttention 2
-`csrc/flash_attn/src/{mask, softmax, flash_fwd_kernel, flash_bwd_kernel}.h`.
+`csrc/flash_attn/src/{mask, softmax, flash_fwd_kernel, flash_bwd_kernel}.h`. The package of `flash4` has a stand-in too.
 
     with emulate() as calls:
         out = cp.attention(q, k, v, plan)
@@ -20,11 +20,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from tests.support.emulated_ops import cudnn, efficient, flash
+from tests.support.emulated_ops import cudnn, efficient, flash, flash4
 from tests.support.emulated_ops.maths import MISREADINGS, reading
 from torchtitan_cp.attention import kernels
 
@@ -37,7 +39,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_efficient_attention": efficient.forward,
     "_scaled_dot_product_efficient_attention_backward": efficient.backward,
 }
-EMULATED = ("flash", "cudnn", "efficient")
+EMULATED = ("flash", "flash4", "cudnn", "efficient")
+FLASH4 = ("_flash_attn_fwd", "_flash_attn_bwd")  # counted as flash4._flash_attn_fwd
 _FOREVER = ExitStack()
 
 
@@ -57,13 +60,19 @@ def emulate(misread: str = "") -> Iterator[Calls]:
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for name, operator in OPERATORS.items():
             library.impl(name, _counted(name, operator, calls), "CPU")
+        counted = {name: _counted(f"flash4.{name}", getattr(flash4.INTERFACE, name), calls) for name in FLASH4}
+        interface = SimpleNamespace(**vars(flash4.INTERFACE) | counted)
+        stack.enter_context(patch.object(kernels.flash4, "load_interface", lambda: interface))
         before = dict(kernels.KERNELS)
         stack.callback(_set_kernels, before)
         stack.enter_context(reading(misread))
         cudnn.PLANS.clear()
+        every_dtype = before["reference"].dtypes
         _set_kernels(
             {
-                name: replace(kernel, device="cpu", dtypes=before["reference"].dtypes) if name in EMULATED else kernel
+                name: replace(kernel, device="cpu", dtypes=every_dtype, refuses=lambda case: None, missing=None)
+                if name in EMULATED
+                else kernel
                 for name, kernel in before.items()
             }
         )

@@ -16,6 +16,18 @@ MISREADINGS = (
     "flash: lse of varlen is [T, H]",
     "flash: cu_seqlens one too far",
     "flash: max_q one too small",
+    "flash4: window from the top left",
+    "flash4: right side of the window one too wide",
+    "flash4: left side of the window one too wide",
+    "flash4: the sides of the window change places",
+    "flash4: lse is [B, S, H]",
+    "flash4: lse of varlen is [T, H]",
+    "flash4: cu_seqlens of queries and keys change places",
+    "flash4: backward uses the out of its own call",
+    "flash4: backward takes dout before out",
+    "flash4: backward gives dv before dk",
+    "flash4: soft-cap before the scale",
+    "flash4: soft-cap is not differentiated",
     "cudnn: lse is [B, S, H, 1]",
     "efficient: lse is not padded",
     "efficient: lse is [B, S, H]",
@@ -83,15 +95,18 @@ def causal_pairs(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).tril(last - misreads("causal without the diagonal"))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(out `[B, Hq, Sq, Dv]`, lse `[B, Hq, Sq]`); rows that see no key have out 0 and lse -inf.
 
     Args:
         q: `[B, Hq, Sq, D]`; k, v: `[B, Hkv, Sk, D]`.
         seen: `[Sq, Sk]` the visible pairs; None: all.
+        softcap: above 0, a scaled score s becomes softcap tanh(s / softcap).
     """
     k, v = (_for_queries(x, q.shape[1]) for x in (k, v))
-    scores = _scores(q, k, seen, scale)
+    scores = _masked(_scores(q, k, scale, softcap), seen)
     largest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
     weights = torch.exp(scores - largest)
     total = weights.sum(-1, keepdim=True)
@@ -101,15 +116,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -
 
 
 def differentiate(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, row_dots: Tensor, lse: Tensor, seen: Tensor | None, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row_dots: Tensor,
+    lse: Tensor,
+    seen: Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), with dk and dv still one for each query head.
 
     Args:
-        row_dots: `[B, Hq, Sq]` dout . out; lse: `[B, Hq, Sq]`.
+        row_dots: `[B, Hq, Sq]` dout . out; lse: `[B, Hq, Sq]`. The rest is as for `attend`.
     """
     k, v = (_for_queries(x, q.shape[1]) for x in (k, v))
-    scores = _scores(q, k, seen, scale)
+    capped = _scores(q, k, scale, softcap)
+    scores = _masked(capped, seen)
     if misreads("backward uses the lse of its own call"):
         lse = scores.logsumexp(-1)
     if misreads("lse in base 2"):
@@ -118,6 +142,8 @@ def differentiate(
     weights = torch.exp(scores - torch.where(lse == float("-inf"), 0, lse).unsqueeze(-1))
     dout, q, k, v = (x.to(scores.dtype) for x in (dout, q, k, v))
     dscores = weights * (dout @ v.mT - row_dots.unsqueeze(-1)) * _read_scale(scale)
+    if softcap and not misreads("flash4: soft-cap is not differentiated"):
+        dscores = dscores * (1 - (capped / softcap).square())
     return dscores @ k, dscores.mT @ q, weights.mT @ dout
 
 
@@ -138,7 +164,16 @@ def _read_scale(scale: float) -> float:
     return 1.0 if misreads("scale is ignored") else scale**2 if misreads("scale is squared") else scale
 
 
-def _scores(q: Tensor, k: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    wide = wide_dtype(q.dtype)
-    scores = q.to(wide) @ k.to(wide).mT * _read_scale(scale)
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
+    """`[B, H, Sq, Sk]` scores of all pairs, scaled and then capped."""
+    wide, scale = wide_dtype(q.dtype), _read_scale(scale)
+    products = q.to(wide) @ k.to(wide).mT
+    if not softcap:
+        return products * scale
+    if misreads("flash4: soft-cap before the scale"):
+        return softcap * torch.tanh(products / softcap) * scale
+    return softcap * torch.tanh(products * scale / softcap)
+
+
+def _masked(scores: Tensor, seen: Tensor | None) -> Tensor:
     return scores if seen is None else torch.where(seen, scores, float("-inf"))

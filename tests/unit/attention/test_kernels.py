@@ -3,6 +3,7 @@
 The bodies run here with the kernels of the CPU, and on a GPU with those of CUDA.
 """
 
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from tests.support.emulated_ops import EMULATED, emulate
 from tests.support.kernel_cases import draw, error
 from torchtitan_cp.attention import PlanError
-from torchtitan_cp.attention.kernels import KERNELS, ScoreMod, choose_for_case, choose_kernel
+from torchtitan_cp.attention.kernels import KERNELS, ScoreMod, choose_for_case, choose_kernel, flash4, rates
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
@@ -23,6 +24,7 @@ from torchtitan_cp.attention.strategies.strategy import KeyBlock, add_gradients,
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
 
 CUDA = pytest.mark.cuda
+FLASH4 = [CUDA, pytest.mark.skipif(bool(flash4.missing()), reason=f"flash4: {flash4.missing()}")]
 RUNS = [
     pytest.param("cpu", "cpu", torch.float64, id="cpu-fp64"),
     pytest.param("cpu", "cpu", torch.float32, id="cpu-fp32"),
@@ -30,6 +32,8 @@ RUNS = [
     pytest.param("reference", "cpu", torch.float32, id="reference-fp32"),
     *(pytest.param(name, "cuda", torch.bfloat16, marks=CUDA, id=f"{name}-bf16") for name in ("flash", "cudnn", "flex")),
     *(pytest.param(name, "cuda", torch.float16, marks=CUDA, id=f"{name}-fp16") for name in ("flash", "cudnn")),
+    pytest.param("flash4", "cuda", torch.bfloat16, marks=FLASH4, id="flash4-bf16"),
+    pytest.param("flash4", "cuda", torch.float16, marks=FLASH4, id="flash4-fp16"),
     *(pytest.param("efficient", "cuda", x, marks=CUDA, id=f"efficient-{x}") for x in (torch.float32, torch.bfloat16)),
 ]
 TILES = {
@@ -129,7 +133,10 @@ def test_tiles_of_a_step_equal_the_reference_forward_and_backward(
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [pytest.param(n, torch.bfloat16, marks=CUDA) for n in ("flash", "cudnn", "efficient", "flex")],
+    [
+        *(pytest.param(n, torch.bfloat16, marks=CUDA) for n in ("flash", "cudnn", "efficient", "flex")),
+        pytest.param("flash4", torch.bfloat16, marks=FLASH4),
+    ],
 )
 def test_error_on_the_gpu_is_no_worse_than_one_sdpa_call(name: str, dtype: torch.dtype) -> None:
     tensors = draw(512, 512, (8, 2), (64, 64), "cuda", dtype)
@@ -173,44 +180,101 @@ H100, B200, A100, RTX = (9, 0), (10, 0), (8, 0), (12, 0)
 BFLOAT16 = Case("cuda", torch.bfloat16, 128, 128)
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Whether the package of flash4 is to be found."""
+
+    def install(found: bool) -> None:
+        monkeypatch.setattr(flash4, "_installed_version", lambda: flash4.VERSION if found else "")
+        choose_for_case.cache_clear()
+
+    yield install
+    choose_for_case.cache_clear()
+
+
+# Of a case: the kernel for dense tiles, for windows and packed documents, and for these with the package of flash4.
 @pytest.mark.parametrize(
-    ("case", "chosen", "of_windows"),
+    ("case", "chosen", "of_windows", "with_flash4"),
     [
-        (BFLOAT16._replace(capability=H100), "cudnn", "flash"),
-        (BFLOAT16._replace(capability=B200, dtype=torch.float16), "cudnn", "flash"),
-        (BFLOAT16._replace(capability=H100, qk_dim=192), "flash", "flash"),
-        (BFLOAT16._replace(capability=H100, dtype=torch.float32), "efficient", "efficient"),
-        (BFLOAT16._replace(capability=H100, qk_dim=512, v_dim=512), "efficient", "efficient"),
-        (BFLOAT16._replace(capability=H100, softcap=True), "flex", "flex"),
-        (BFLOAT16._replace(capability=H100, deterministic=True), "flash", "flash"),
-        (BFLOAT16._replace(capability=A100), "flash", "flash"),
-        (BFLOAT16._replace(capability=RTX), "flash", "flash"),
-        (BFLOAT16, "flash", "flash"),
+        (BFLOAT16._replace(capability=H100), "cudnn", "flash", "flash4"),
+        (BFLOAT16._replace(capability=B200, dtype=torch.float16), "cudnn", "flash", "flash4"),
+        (BFLOAT16._replace(capability=H100, qk_dim=192), "flash", "flash", "flash4"),
+        (BFLOAT16._replace(capability=H100, qk_dim=256, v_dim=256), "flash", "flash", "flash4"),
+        (BFLOAT16._replace(capability=B200, qk_dim=192), "flash", "flash", "flash"),
+        (BFLOAT16._replace(capability=H100, dtype=torch.float32), "efficient", "efficient", "efficient"),
+        (BFLOAT16._replace(capability=H100, qk_dim=512, v_dim=512), "efficient", "efficient", "efficient"),
+        (BFLOAT16._replace(capability=H100, softcap=True), "flex", "flex", "flex"),
+        (BFLOAT16._replace(capability=H100, deterministic=True), "flash", "flash", "flash"),
+        (BFLOAT16._replace(capability=A100), "flash", "flash", "flash"),
+        (BFLOAT16._replace(capability=RTX), "flash", "flash", "flash"),
+        (BFLOAT16, "flash", "flash", "flash"),
     ],
 )
-def test_auto_goes_by_capability_and_by_the_tiles(case: Case, chosen: str, of_windows: str) -> None:
-    assert choose_for_case("auto", case) == chosen
-    assert choose_for_case("auto", case._replace(dense=False)) == of_windows
+def test_auto_goes_by_the_rates_of_capability_dims_and_tiles(
+    case: Case, chosen: str, of_windows: str, with_flash4: str, installed: Callable[[bool], None]
+) -> None:
+    for found, packed in ((False, of_windows), (True, with_flash4)):
+        installed(found)
+        for backward in (False, True):
+            assert choose_for_case("auto", case._replace(backward=backward)) == chosen
+            assert choose_for_case("auto", case._replace(backward=backward, dense=False)) == packed
     if case.dtype != torch.float32 and not case.softcap and case.qk_dim <= 256:
         assert choose_for_case("flash", case) == "flash", "a kernel by name is honoured"
 
 
-def test_the_log_says_which_kernel_runs_on_a_gpu_and_for_what(caplog: pytest.LogCaptureFixture) -> None:
-    choose_for_case.cache_clear()
+@pytest.mark.parametrize("found", [False, True])
+def test_a_plan_does_not_depend_on_the_packages_of_the_machine_that_makes_it(
+    found: bool, installed: Callable[[bool], None]
+) -> None:
+    installed(found)
+    case = BFLOAT16._replace(capability=H100, dense=False, planned=True)
+    assert (choose_for_case("auto", case), choose_for_case("flash4", case)) == ("flash", "flash4")
+
+
+def test_forward_and_backward_may_have_different_kernels(
+    monkeypatch: pytest.MonkeyPatch, installed: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(True)
+    monkeypatch.setattr(rates, "RATES", (*rates.RATES, rates.Rate(9, "flash4", 128, True, 0.55, 0.60)))
+    case = BFLOAT16._replace(capability=H100)
     with caplog.at_level("INFO", "torchtitan_cp.attention.kernels"):
-        for dense in (True, False):
-            choose_for_case("auto", BFLOAT16._replace(capability=H100, dense=dense))
+        assert choose_for_case("auto", case._replace(backward=True)) == "flash4"
+        assert choose_for_case("auto", case) == "cudnn"
+        assert choose_for_case("auto", case._replace(backward=True)) == "flash4"
+    assert [record.message for record in caplog.records] == [
+        "attention kernel cudnn for bfloat16 on cuda 9.0, the fastest that can for full and causal tiles",
+        "attention kernel flash4 for bfloat16 on cuda 9.0, the fastest that can for the backward of full and causal "
+        "tiles",
+    ]
+
+
+def test_the_log_says_which_kernel_runs_on_a_gpu_and_for_what(
+    caplog: pytest.LogCaptureFixture, installed: Callable[[bool], None]
+) -> None:
+    with caplog.at_level("INFO", "torchtitan_cp.attention.kernels"):
+        for found in (False, True):
+            installed(found)
+            choose_for_case("auto", BFLOAT16._replace(capability=H100, dense=False))
+        for backward in (False, True):
+            choose_for_case("auto", BFLOAT16._replace(capability=H100, backward=backward))
+        choose_for_case("auto", BFLOAT16._replace(capability=RTX))
         choose_for_case("auto", BFLOAT16._replace(capability=H100, qk_dim=512, v_dim=512))
     assert [record.message for record in caplog.records] == [
-        "attention kernel cudnn for bfloat16 on cuda 9.0, the first that can for full and causal tiles",
-        "attention kernel flash for bfloat16 on cuda 9.0, the first that can for windows or packed documents",
-        "attention kernel efficient for bfloat16 on cuda 9.0, the first that can for full and causal tiles; heads of "
+        "attention kernel flash for bfloat16 on cuda 9.0, the fastest that can for windows or packed documents; flash4 "
+        "would be faster, but it needs flash-attn-4 4.0.0b36: pip install 'torchtitan-cp[flash4]'",
+        "attention kernel flash4 for bfloat16 on cuda 9.0, the fastest that can for windows or packed documents",
+        "attention kernel cudnn for bfloat16 on cuda 9.0, the fastest that can for full and causal tiles",
+        "attention kernel flash for bfloat16 on cuda 12.0, the first that can for full and causal tiles",
+        "attention kernel efficient for bfloat16 on cuda 9.0, the fastest that can for full and causal tiles; heads of "
         "512 dims are more than the 256 of the fast kernels: on an H200 it reaches an eighth of the peak forward and a "
         "twentieth backward",
     ]
 
 
-def test_the_capability_is_asked_for_where_a_gpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_capability_is_asked_for_where_a_gpu_is_there(
+    monkeypatch: pytest.MonkeyPatch, installed: Callable[[bool], None]
+) -> None:
+    installed(False)
     x: Any = SimpleNamespace(device=torch.device("cuda"), is_cuda=True, dtype=torch.bfloat16, shape=(1, 8, 2, 128))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_kernel("auto", x, x) is KERNELS["flash"], "tensors without data, where no GPU is"

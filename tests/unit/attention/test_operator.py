@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.emulated_ops import EMULATED, emulate
 from tests.support.kernel_cases import draw
 from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, causal_conv, gated_delta_rule, make_plan
+from torchtitan_cp.attention.kernels import KERNELS, Kernel
 from torchtitan_cp.attention.operator import with_exchange
 from torchtitan_cp.attention.strategies import ranks_trading_heads
 
@@ -41,6 +43,27 @@ def test_a_soft_cap_that_is_no_bound_is_refused_by_every_kernel(softcap: float) 
     for kernel in ("cpu", "reference"):
         with pytest.raises(PlanError, match="is not at least 0; give a positive number, or 0 for none"):
             attend(q, q, q, make_plan(8, kernel=kernel), softcap=softcap)
+
+
+def test_the_backward_may_have_another_kernel_than_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(name: str, q: Tensor, v: Tensor, *, backward: bool, **options: bool) -> Kernel:
+        return KERNELS["flash4" if backward else "cudnn"]
+
+    mask = AttentionMask(window=(9, -1), document_lengths=((20, 44),))
+    *inputs, dout = draw(64, 64, (4, 2), (16, 8), "cpu", torch.float64)
+
+    def gradients(kernel: str) -> list[Tensor | None]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        attend(*leaves, make_plan(64, mask=mask, kernel=kernel)).backward(dout)
+        return [x.grad for x in leaves]
+
+    want = gradients("reference")
+    monkeypatch.setattr("torchtitan_cp.attention.operator.choose_kernel", choose)
+    with emulate() as calls:
+        for got, exact in zip(gradients("auto"), want, strict=True):
+            torch.testing.assert_close(got, exact)
+    assert calls["flash4._flash_attn_bwd"] > 0 == calls["flash4._flash_attn_fwd"]
+    assert calls["_scaled_dot_product_cudnn_attention"] > 0
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference", *EMULATED])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.long_plans import LONG, ONE_GPU, alone
+from torchtitan_cp.attention.kernels import choose_for_case, rates
 from torchtitan_cp.cli import plan
 from torchtitan_cp.cli.plan import main
 from torchtitan_cp.planner.devices import Cluster
@@ -88,6 +89,17 @@ def test_the_report_names_the_kernels_and_their_rates(capsys: pytest.CaptureFixt
     assert main([LONG, "--nodes", "8", "--curriculum.stages[1].data={document_mask = true}"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "attention by cudnn at 59% forward and 54% backward, attention by flash at 34% forward and 32%" in said
+
+
+def test_the_report_names_both_kernels_where_the_backward_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faster = [rate._replace(backward=0.6) if rate[:2] == (9, "flash") else rate for rate in rates.RATES]
+    monkeypatch.setattr(rates, "RATES", faster)
+    choose_for_case.cache_clear()
+    assert main([LONG, "--nodes", "8"]) == 0
+    choose_for_case.cache_clear()
+    assert "attention by cudnn and flash at 59% forward and 60% backward" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_makes_attention_cheaper_is_said(capsys: pytest.CaptureFixture[str]) -> None:

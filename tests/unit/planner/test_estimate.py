@@ -49,6 +49,9 @@ def test_activation_modes_trade_memory_for_time_in_their_order() -> None:
     [
         ("h100-80g", (), "cudnn", (0.59, 0.54)),
         ("h100-80g", ("--data.document_mask=true",), "flash", (0.34, 0.32)),
+        # Whether its package is installed is no matter to a plan.
+        ("h100-80g", ("--data.document_mask=true", "--context_parallel.kernel=flash4"), "flash4", (0.69, 0.62)),
+        ("h100-80g", ("--context_parallel.kernel=flash4",), "flash4", (0.69, 0.62)),
         ("h100-80g", ("--training.deterministic=true",), "flash", (0.34, 0.32)),
         ("h100-80g", ("--context_parallel.kernel=flash",), "flash", (0.34, 0.32)),
         ("h100-80g", ("--training.compute_dtype=float32",), "efficient", (0.34, 0.32)),

@@ -18,7 +18,7 @@ from models import ARCHITECTURES
 from tests.support.huggingface_families import FAMILIES
 from tests.support.runs import write_conversations, write_run
 from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.attention.kernels import KERNELS, choose_kernel
+from torchtitan_cp.attention.kernels import KERNELS, choose_kernel, flash4
 from torchtitan_cp.cli.check import main as check_config
 from torchtitan_cp.config import Config, ConfigError, UserError, load_config
 from torchtitan_cp.config.sections import Model
@@ -102,7 +102,10 @@ def runs(kernel: str, device: str, args: Any, config: Config) -> bool:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_kernel_is_refused_by_its_key_where_attention_would_refuse_it(tmp_path: Path, device: str) -> None:
+def test_a_kernel_is_refused_by_its_key_where_attention_would_refuse_it(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash4, "_installed_version", lambda: flash4.VERSION)
     config, verdicts = load_config(write_run(tmp_path)), Counter[tuple[str, bool]]()
     llama = model_args_of(config.model)
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["Gemma 2"]))

@@ -12,32 +12,27 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError, check_name
-from torchtitan_cp.attention.kernels import cpu, cudnn, efficient, flash, flex, reference
+from torchtitan_cp.attention.kernels import cpu, cudnn, efficient, flash, flash4, flex, reference
 from torchtitan_cp.attention.kernels.kernel import Case, Kernel, ScoreMod
+from torchtitan_cp.attention.kernels.rates import Rate, find_rate
 
 logger = logging.getLogger(__name__)
 
-# In the order in which `auto` tries them, apart from PREFERRED. flash is first, as it takes windows, packed documents
-# and grouped heads as they are; reference is last, since it holds every score in memory.
+# `auto` takes the kernel that is fastest by RATES, and where none has a rate the first in this order. flash is first,
+# as it takes windows, packed documents and grouped heads as they are. flash4 is taken for its rates only; reference is
+# last, since it holds every score in memory.
 KERNELS: dict[str, Kernel] = {
     "flash": flash.KERNEL,
     "cudnn": cudnn.KERNEL,
     "efficient": efficient.KERNEL,
     "cpu": cpu.KERNEL,
     "flex": flex.KERNEL,
+    "flash4": flash4.KERNEL,
     "reference": reference.KERNEL,
 }
 
-# The kernel that `auto` tries first where all tiles are full or causal, by major compute capability. ATen's flash is
-# FlashAttention-2, made for 8.0: on an H100 tiles of a ring reach 325 to 347 TFLOP/s with it and 562 to 598 with cuDNN,
-# backward 300 to 320 and 537 to 548 (docs/cuda.md). On 8.x and 12.0 cuDNN is no faster (transformers PR 48163); on a
-# B200 a step was 12 % faster with it (torchtitan PR 1196). cuDNN needs about a second to build a plan for every new
-# length and has no window, so packed documents and windows stay with flash.
-PREFERRED = {9: "cudnn", 10: "cudnn"}
-
 # The most dims of a head that flash takes, and cuDNN half as many. For wider ones (the full attention of Gemma 4 has
-# 512) `auto` takes efficient, which is made for 8.0 too. On an H200 it reaches 119 to 135 TFLOP/s forward and 42 to 47
-# backward at 512 (docs/bench/README.md of xlite-dev/ffpa-attn, 2026).
+# 512) `auto` takes efficient, which is made for 8.0 too.
 WIDEST_FAST = flash.KERNEL.head_dims[-1]
 
 
@@ -47,10 +42,11 @@ def check_kernel(name: str) -> str:
 
 
 def choose_kernel(name: str, q: Tensor, v: Tensor, **options: bool) -> Kernel:
-    """The kernel `name`, or for "auto" the first that can run these tensors.
+    """The kernel `name`, or for "auto" the fastest that can run these tensors.
 
     Args:
-        options: `softcap`, whether scores are capped, and `dense`, whether all tiles are full or causal.
+        options: `softcap`, whether scores are capped; `dense`, whether all tiles are full or causal; `backward`,
+            whether the kernel is for the backward, which may be another than the forward's.
 
     Raises:
         PlanError: the kernel cannot run them; the message says why and which can.
@@ -67,21 +63,14 @@ def choose_kernel(name: str, q: Tensor, v: Tensor, **options: bool) -> Kernel:
 def choose_for_case(name: str, case: Case) -> str:
     """The name of the kernel that `choose_kernel` takes for a case."""
     refusals = {other: kernel.refusal(case) for other, kernel in KERNELS.items()}
-    preferred = PREFERRED.get(case.capability[0]) if case.capability and case.dense else None
-    able = [other for other in sorted(KERNELS, key=lambda other: other != preferred) if not refusals[other]]
-    if name == "auto" and able:
-        where = case.device
-        if case.capability:
-            tiles = "full and causal tiles" if case.dense else "windows or packed documents"
-            where += " {}.{}, the first that can for {}".format(*case.capability, tiles)
-        if case.device == "cuda" and (dims := max(case.qk_dim, case.v_dim)) > WIDEST_FAST:
-            where += (
-                f"; heads of {dims} dims are more than the {WIDEST_FAST} of the fast kernels: on an H200 it reaches an "
-                "eighth of the peak forward and a twentieth backward"
-            )
-        logger.info("attention kernel %s for %s on %s", able[0], str(case.dtype).removeprefix("torch."), where)
-        logger.debug("other kernels: %s", "; ".join(f"{other}: {why}" for other, why in refusals.items() if why))
-        return able[0]
+    able = [other for other in KERNELS if not refusals[other]]
+    known = [other for other in able if not (case.planned and KERNELS[other].missing)]
+    if name == "auto" and known:
+        chosen = _fastest(known, case)
+        if not case.backward or chosen != choose_for_case(name, case._replace(backward=False)):
+            _log_choice(chosen, case)
+            logger.debug("other kernels: %s", "; ".join(f"{other}: {why}" for other, why in refusals.items() if why))
+        return chosen
     if name in able:
         return name
     raise PlanError(
@@ -90,4 +79,48 @@ def choose_for_case(name: str, case: Case) -> str:
     )
 
 
-__all__ = ["KERNELS", "WIDEST_FAST", "Case", "Kernel", "ScoreMod", "check_kernel", "choose_for_case", "choose_kernel"]
+def rate_of(kernel: str, case: Case) -> Rate | None:
+    """The rate of a kernel in a case; None with a soft cap, as no kernel's rate with one is known."""
+    return None if case.softcap else find_rate(kernel, case.capability, max(case.qk_dim, case.v_dim), case.dense)
+
+
+def _fastest(names: list[str], case: Case) -> str:
+    """The fastest of some kernels in the case's direction; of those without a rate, the first."""
+
+    def speed(name: str) -> float:
+        rate = rate_of(name, case)
+        return 0.0 if rate is None else rate.backward if case.backward else rate.forward
+
+    return max(names, key=speed)
+
+
+def _log_choice(chosen: str, case: Case) -> None:
+    """Say in one line which kernel `auto` takes and for what, and which package would give a faster one."""
+    where = case.device
+    if case.capability:
+        reason = "fastest" if rate_of(chosen, case) else "first"
+        direction = "the backward of " if case.backward else ""
+        tiles = "full and causal tiles" if case.dense else "windows or packed documents"
+        where += " {}.{}, the {} that can for {}{}".format(*case.capability, reason, direction, tiles)
+    if case.device == "cuda" and (dims := max(case.qk_dim, case.v_dim)) > WIDEST_FAST:
+        where += (
+            f"; heads of {dims} dims are more than the {WIDEST_FAST} of the fast kernels: on an H200 it reaches an "
+            "eighth of the peak forward and a twentieth backward"
+        )
+    lacks = flash4.missing()
+    if lacks and lacks == KERNELS["flash4"].refusal(case) and _fastest([chosen, "flash4"], case) == "flash4":
+        where += f"; flash4 would be faster, but {lacks}"
+    logger.info("attention kernel %s for %s on %s", chosen, str(case.dtype).removeprefix("torch."), where)
+
+
+__all__ = [
+    "KERNELS",
+    "WIDEST_FAST",
+    "Case",
+    "Kernel",
+    "ScoreMod",
+    "check_kernel",
+    "choose_for_case",
+    "choose_kernel",
+    "rate_of",
+]

@@ -27,6 +27,9 @@ class Case(NamedTuple):
         dense: whether all tiles are full or causal: neither a window nor packed documents.
         capability: (major, minor) compute capability of a CUDA device; None: unknown, or another device.
         deterministic: whether the backward must give the same bits in every run.
+        backward: whether the kernel is to compute the backward, otherwise the forward.
+        planned: whether only a plan is made, for a machine whose packages are not known: a kernel that needs one is
+            then taken by its name, and never by `auto`.
     """
 
     device: str
@@ -37,6 +40,8 @@ class Case(NamedTuple):
     dense: bool = True
     capability: tuple[int, int] | None = None
     deterministic: bool = False
+    backward: bool = False
+    planned: bool = False
 
 
 class ScoreMod(NamedTuple):
@@ -70,6 +75,8 @@ class Kernel:
             band, and rows that no tile reaches have out 0 and lse -inf.
         has_softcap: whether it supports a soft-cap.
         deterministic: whether its backward gives the same bits in every run.
+        refuses: (case) -> why it cannot run the case, or None: what the fields above do not say.
+        missing: () -> the package that it lacks here and how to install it, or ""; None: it needs none beside torch.
         prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) -> anything: does the host's part
             of a call ahead of it.
     """
@@ -85,6 +92,8 @@ class Kernel:
     whole_steps: bool = False
     has_softcap: bool = False
     deterministic: bool = True
+    refuses: Callable[[Case], str | None] = lambda case: None
+    missing: Callable[[], str] | None = None
     prepare: Callable[[tuple[Tile, ...], int, int, int], object] | None = None
 
     def refusal(self, case: Case) -> str | None:
@@ -101,7 +110,8 @@ class Kernel:
                 dim not in self.head_dims for dim in dims
             ),
         }
-        return next((why for why, holds in refusals.items() if holds), None)
+        lacks = self.missing() if self.missing and not case.planned else ""
+        return next((why for why, holds in refusals.items() if holds), None) or self.refuses(case) or lacks or None
 
     def plain_tiles(self, tiles: tuple[Tile, ...]) -> list[Tile]:
         """The same pairs, as tiles that the kernel takes."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan_cp.attention.kernels import KERNELS
+from torchtitan_cp.attention.kernels import KERNELS, flash4
 from torchtitan_cp.attention.kernels.kernel import Case
 
 CASES = {
@@ -14,6 +14,11 @@ CASES = {
         (Case("cuda", torch.float16, 60, 64), None),
         (Case("cuda", torch.float16, 60, 60), "from 8 to 256 in steps of 8, not 60"),
         (Case("cpu", torch.bfloat16, 64, 64), "on cuda, not cpu"),
+    ],
+    "flash4": [
+        (Case("cuda", torch.bfloat16, 256, 64), None),
+        (Case("cuda", torch.bfloat16, 128, 128, deterministic=True), "its backward is not deterministic"),
+        (Case("cuda", torch.bfloat16, 128, 128, capability=(8, 6)), "compute capability 9 and 10 (H100, H200, B200)"),
     ],
     "cudnn": [
         (Case("cuda", torch.bfloat16, 128, 64), None),
@@ -35,7 +40,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_says_what_it_cannot_run(name: str) -> None:
+def test_a_kernel_says_what_it_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash4, "_installed_version", lambda: flash4.VERSION)
     for case, reason in CASES[name]:
         refusal = KERNELS[name].refusal(case)
         assert (refusal is None) if reason is None else (refusal is not None and reason in refusal), case

@@ -1,4 +1,4 @@
-"""Packed documents in few kernel calls: flash's variable-length form over its emulated operators, in fp64."""
+"""Packed documents in few kernel calls: the variable-length forms of flash and flash4, emulated, in fp64."""
 
 from collections import Counter
 from unittest.mock import patch
@@ -29,11 +29,15 @@ MASKS = {
     "windows on both sides": AttentionMask(causal=False, window=(11, 6), document_lengths=(SHORT,)),
     "not causal": AttentionMask(causal=False, document_lengths=(SHORT,)),
 }
+OPERATORS = {
+    "flash": ("_flash_attention_forward", "_flash_attention_backward"),
+    "flash4": ("flash4._flash_attn_fwd", "flash4._flash_attn_bwd"),
+}
 GROUPS = [("ring", 4), ("all_gather", 4), ("hybrid", 4)]
 SMALLER = [("ring", 1), ("ring", 3), ("all_to_all", 2)]
 
 
-def check(mask: AttentionMask, seq_len: int, ranks: int, strategy: str, layout: str) -> Simulation:
+def check(mask: AttentionMask, seq_len: int, ranks: int, strategy: str, layout: str, kernel: str) -> Simulation:
     """Simulate, and compare with the full sequence."""
     rows = 2 if len(mask.document_lengths or [()]) == 1 else len(mask.document_lengths or ())
     generator = torch.Generator().manual_seed(seq_len + ranks)
@@ -43,7 +47,7 @@ def check(mask: AttentionMask, seq_len: int, ranks: int, strategy: str, layout: 
     )
     dout = torch.where(allowed(mask, seq_len).any(-1)[:, :, None, None], dout, 0)
     inner = 2 if strategy == "hybrid" and ranks % 2 == 0 else 1
-    options = {"strategy": strategy, "layout": layout, "all_to_all_ranks": inner, "kernel": "flash"}
+    options = {"strategy": strategy, "layout": layout, "all_to_all_ranks": inner, "kernel": kernel}
     result = simulate(q, k, v, ranks=ranks, mask=mask, dout=dout, **options)  # type: ignore[arg-type]
     expected = attention_with_gradients(q, k, v, dout, mask)
     for got, want in zip((result.out, result.dq, result.dk, result.dv), expected, strict=True):
@@ -52,30 +56,32 @@ def check(mask: AttentionMask, seq_len: int, ranks: int, strategy: str, layout: 
     return result
 
 
+@pytest.mark.parametrize("kernel", OPERATORS)
 @pytest.mark.parametrize(
     ("mask", "strategy", "ranks"),
     [*((mask, *group) for mask in MASKS for group in GROUPS), *(("gaps", *group) for group in SMALLER)],
 )
-def test_packed_tiles_equal_the_full_sequence(mask: str, strategy: str, ranks: int) -> None:
+def test_packed_tiles_equal_the_full_sequence(mask: str, strategy: str, ranks: int, kernel: str) -> None:
     with emulate() as calls:
-        result = check(MASKS[mask], 96, ranks, strategy, "auto")
+        result = check(MASKS[mask], 96, ranks, strategy, "auto", kernel)
         if strategy != "all_gather":  # which has more calls, of some heads each
-            wanted = sum(len(KERNELS["flash"].calls(step.tiles)) for plan in result.plans for step in plan.steps)
-            assert calls == {"_flash_attention_forward": wanted, "_flash_attention_backward": wanted}
+            wanted = sum(len(KERNELS[kernel].calls(step.tiles)) for plan in result.plans for step in plan.steps)
+            assert calls == dict.fromkeys(OPERATORS[kernel], wanted)
 
 
-@given(cases(), st.sampled_from(list(STRATEGIES)))
-@settings(max_examples=25, deadline=None)
+@given(cases(), st.sampled_from(list(STRATEGIES)), st.sampled_from(list(OPERATORS)))
+@settings(max_examples=50, deadline=None)
 def test_any_mask_on_any_layout_and_exchange_equals_the_full_sequence(
-    case: tuple[int, int, AttentionMask, str], strategy: str
+    case: tuple[int, int, AttentionMask, str], strategy: str, kernel: str
 ) -> None:
     seq_len, ranks, mask, layout = case
     with emulate():
-        check(mask, seq_len, ranks, strategy, layout)
+        check(mask, seq_len, ranks, strategy, layout, kernel)
 
 
+@pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
-def test_200_documents_on_8_ranks_take_two_calls_and_merges_a_step_at_most(strategy: str) -> None:
+def test_200_documents_on_8_ranks_take_two_calls_and_merges_a_step_at_most(strategy: str, name: str) -> None:
     mask = AttentionMask(document_lengths=(draw_lengths("log-normal", 4096, 200, seed=1),))
     q, k, v, dout = (torch.randn(1, 4096, 8, 8, dtype=torch.float32) for _ in range(4))
     merges: Counter[str] = Counter()
@@ -90,14 +96,14 @@ def test_200_documents_on_8_ranks_take_two_calls_and_merges_a_step_at_most(strat
         return patch.object(of, "add", counting)
 
     with emulate() as calls, counted(RunningSoftmax, "forward"), counted(GradientSum, "backward"):  # type: ignore[attr-defined]
-        result = simulate(q, k, v, ranks=8, mask=mask, strategy=strategy, kernel="flash", dout=dout)
-        kernel = KERNELS["flash"]
+        result = simulate(q, k, v, ranks=8, mask=mask, strategy=strategy, kernel=name, dout=dout)
+        kernel = KERNELS[name]
     steps = [step.tiles for plan in result.plans for step in plan.steps]
     if strategy == "all_gather":  # one step for each group of heads
         steps = [plan.gathered_tiles for plan in result.plans for _ in range(4)]
     launched = [len(kernel.calls(tiles)) for tiles in steps]
     assert max(launched) <= 2
-    assert calls == {"_flash_attention_forward": sum(launched), "_flash_attention_backward": sum(launched)}
+    assert calls == dict.fromkeys(OPERATORS[name], sum(launched))
     assert merges == {"forward": sum(launched), "backward": 3 * sum(launched)}  # of dq, dk and dv
     assert sum(len(kernel.plain_tiles(tiles)) for tiles in steps) > 200, "one call each before"
 
