@@ -1,0 +1,136 @@
+"""FlashAttention-4 without a GPU: every kind of call compiles for Hopper, the cache is read again, and one archive."""
+
+import lzma
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import flash4 as command
+from tests.support.pages import REPOSITORY
+from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.attention.kernels import KERNELS, Case, choose_for_case, flash4
+from torchtitan_cp.attention.tiles import CAUSAL
+
+MISSING = [name for name in ("flash_attn", "cutlass", "quack", "tvm_ffi", "triton") if not find_spec(name)]
+# For each row of flash4's rates on Hopper, its head dims, equal and other than those of values; groups and none.
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+HEADS = [(16, 4), (16, 16)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+def compile_for_hopper(cache: Path, *arguments: str) -> list[str]:
+    """The lines of a process that compiles, of which each is one kind of call."""
+    call = [sys.executable, "-m", "benchmarks.flash4", "compile", str(cache), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(call, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(bool(MISSING), reason=f"flash4: not installed: {', '.join(MISSING)}")
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dims", DIMS)
+def test_every_call_that_auto_can_choose_compiles_for_hopper_without_a_gpu(
+    cache: Path, dims: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    before = set(cache.rglob("*.o"))
+    lines = compile_for_hopper(cache, "--dims", *map(str, dims), "--heads", *map(str, heads))
+    assert len(lines) == len(command.LAYOUTS) * len(command.BANDS)
+    kinds = [path.parent.name for path in set(cache.rglob("*.o")) - before]
+    assert kinds.count("fwd") == kinds.count("bwd") == len(lines)
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(bool(MISSING), reason=f"flash4: not installed: {', '.join(MISSING)}")
+def test_what_was_compiled_is_read_from_the_cache_by_another_process(tmp_path: Path) -> None:
+    arguments = ("--dims", "64", "64", "--heads", "4", "4", "--layouts", "packed", "--softcap", "30.0")
+    compile_for_hopper(tmp_path, *arguments)
+    compiled = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")}
+    compile_for_hopper(tmp_path, *arguments)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")} == compiled
+
+
+def test_the_windows_that_are_compiled_are_those_of_any_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package tells calls apart by which sides are bounded, and causal ones from other windows."""
+
+    def kind_of(window: tuple[int | None, int | None]) -> tuple[bool, bool, bool]:
+        return window[0] is None, window[1] is None, window == (None, 0)
+
+    compiled = {kind_of(flash4.kind(command.TOKENS, command.TOKENS, band)) for band in command.BANDS.values()}
+    assert len(compiled) == len(command.BANDS)
+    met = set()
+    windows = ((90, -1), (11, -1), (-1, -1))
+    masks = [*(AttentionMask(window=window) for window in windows), AttentionMask(causal=False, window=(90, 60))]
+    for mask in masks:
+        for rank in range(4):
+            for step in make_plan(256, mask=mask, ranks=4, rank=rank, layout="zigzag").steps:
+                tiles = KERNELS["flash4"].plain_tiles(step.tiles)
+                met |= {kind_of(flash4.kind(t.q_stop - t.q_start, t.k_stop - t.k_start, t.band)) for t in tiles}
+    assert met == compiled
+    monkeypatch.setattr(flash4, "_installed_version", lambda: flash4.VERSION)
+    choose_for_case.cache_clear()
+    for qk_dim, v_dim in DIMS:
+        case = Case("cuda", torch.bfloat16, qk_dim, v_dim, dense=False, capability=(9, 0))
+        assert choose_for_case("auto", case) == "flash4"
+    choose_for_case.cache_clear()
+
+
+def test_a_call_of_fake_tensors_reaches_the_package_with_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = []
+
+    def forward(q: Any, k: Any, v: Any, shape: Any, scores: Any) -> tuple[Any, Any]:
+        windows.append((q.device.type, q.shape, shape))
+        return q, q
+
+    monkeypatch.setattr(flash4, "forward", forward)
+    monkeypatch.setattr(flash4, "backward", lambda dout, q, k, v, out, lse, shape, scores: None)
+    for sequences in (300, 0):
+        command.compile_call((64, 32), (4, 2), CAUSAL, torch.bfloat16, sequences)
+    (device, packed_shape, packed_tiles), (_, shape, band) = windows
+    assert (device, packed_shape, packed_tiles.kind) == ("cuda", (command.TOKENS, 4, 64), (None, 0))
+    assert packed_tiles.cu_seqlens_q.shape == (301,)
+    assert (shape, band) == ((1, command.TOKENS, 4, 64), CAUSAL)
+
+
+def test_one_archive_has_the_packages_of_this_environment_and_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def download(call: list[str], check: bool) -> None:
+        folder = Path(next(option for option in call if option.startswith("--dest=")).removeprefix("--dest="))
+        folder.mkdir()
+        for wanted in call[-len(command.PACKAGES) :]:
+            asked.append(wanted)
+            name = wanted.partition("==")[0]
+            with zipfile.ZipFile(folder / f"{name}.whl", "w") as wheel:
+                wheel.writestr(f"{name}/__init__.py", "machine code" * 100)
+        assert "--python-version=3.12" in call
+
+    monkeypatch.setattr(command.subprocess, "run", download)
+    monkeypatch.setattr(command, "version", lambda name: "1.2")
+    cache = tmp_path / "compiled"
+    cache.mkdir()
+    for name in ("kernel.o", "kernel.lock"):
+        (cache / name).write_text("compiled")
+    file = tmp_path / "flash4.tar.xz"
+    command.main(["pack", str(file), "--python", "3.12", "--cache", str(cache)])
+    assert asked == [f"{name}==1.2" for name in command.PACKAGES]
+    with lzma.open(file) as packed, tarfile.open(fileobj=packed) as archive:
+        names = archive.getnames()
+    assert {f"./{name}/__init__.py" for name in command.PACKAGES} | {"cache/kernel.o"} <= set(names)
+    assert "cache/kernel.lock" not in names
+    assert f"{file}: 0.0 MiB" in capsys.readouterr().out
