@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,13 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def is_gone(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status")
-    return not status.exists() or "State:\tZ" in status.read_text()
+    """Whether a process ended, or does so now: a killed one may first wait for a core."""
+    status, waited = Path(f"/proc/{pid}/status"), time.monotonic() + 10
+    with suppress(FileNotFoundError):
+        while "State:\tZ" not in status.read_text() and time.monotonic() < waited:
+            time.sleep(0.01)
+        return "State:\tZ" in status.read_text()
+    return True
 
 
 def test_a_part_that_hangs_and_one_that_crashes_are_said_and_the_others_run(tmp_path: Path) -> None:
