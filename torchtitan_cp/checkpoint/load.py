@@ -6,6 +6,7 @@ ordinary unpickler would call whatever these name.
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -40,9 +41,18 @@ class TableUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if name not in TABLE_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a checkpoint must not contain")
         return super().find_class(module, name)
+
+
+def _enum_member(enum: object, name: str) -> Enum:
+    """A member of an enum, as which Python 3.11.0 to 3.11.3 pickles it: `getattr(enum, name)`."""
+    if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
+        raise pickle.UnpicklingError(f"it refers to {name} of {enum}, which a checkpoint must not contain")
+    return enum[name]
 
 
 def read_table(folder: Path, manifest: Manifest) -> Metadata:

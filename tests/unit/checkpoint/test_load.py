@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
 
 from torchtitan_cp.checkpoint.load import CheckpointPlanner, read_table
 from torchtitan_cp.checkpoint.manifest import Manifest
@@ -40,6 +40,28 @@ def test_a_table_of_tensors_that_would_run_code_is_refused_and_does_not_run(tmp_
     with pytest.raises(ConfigError, match=r"\.metadata is refused: it refers to posix\.mkdir, which a checkpoint"):
         read_table(tmp_path, NO_FILES)
     assert not (tmp_path / "hit").exists()
+
+
+class Attribute:
+    """Unpickled as an attribute of a class."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_enums_are_read_as_python_3_11_0_to_3_11_3_write_them_and_no_other_attributes(
+    tmp_path: Path,
+) -> None:
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, Attribute(type(member), member.name), {})))
+    assert read_table(tmp_path, NO_FILES).planner_data is member
+    for owner, name in ((type(member), "__reduce__"), (Metadata, "__init__")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=Attribute(owner, name))))
+        with pytest.raises(ConfigError, match=rf"\.metadata is refused: it refers to {name} of <"):
+            read_table(tmp_path, NO_FILES)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps([1])])

@@ -42,6 +42,12 @@ def test_the_sentence_says_where_that_does_not_hold() -> None:
     assert describe_reach([SHORT, missed]) == (
         "The model does not find keys over each stage's length: 89% after stage 128, in prompts of 128 tokens."
     )
+    hole = LONG._replace(found=LONG.found | {64: 0.79})
+    assert describe_reach([SHORT, hole]) == (
+        "The model does not find keys over each stage's length: 79% after stage 128, in prompts of 64 tokens."
+    )
+    noise = LONG._replace(found=LONG.found | {64: 0.88})
+    assert "finds keys over each stage's length, and not far beyond it" in describe_reach([SHORT, noise])
     far = SHORT._replace(found=SHORT.found | {256: 0.21})
     assert describe_reach([far, LONG]) == (
         "The model finds keys over each stage's length, and some far beyond it: 21% after stage 64, in prompts of "
