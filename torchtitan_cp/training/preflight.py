@@ -5,6 +5,7 @@ The launcher waits for this, so the module imports nothing that only training ne
 """
 
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,8 @@ def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, d
         check_hub_tokenizer(config)
     args = fit_vocabulary(run, vocabulary_size(config.tokenizer))
     check_kernel(config, args, device)
+    if config.compile.enable and device == "cuda":
+        check_compiler()
     if config.training.float8 != "none":
         check_float8(config.training.float8, device)
     if config.optimizer.state == "8bit":
@@ -126,6 +129,15 @@ def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, d
         if config.lora and config.model.adapter:
             check_adapter(Path(os.path.expanduser(config.model.adapter)), config.lora)
     return args
+
+
+def check_compiler() -> None:
+    """Refuse to compile for CUDA without a C compiler, which Triton looks for in this order (runtime/build.py)."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise ConfigError(
+            "blocks are compiled on CUDA, for which Triton needs a C compiler, and there is neither gcc nor clang here",
+            fix="install one (apt-get install gcc), or set compile.enable = false",
+        )
 
 
 def has_checkpoints(config: Config) -> bool:

@@ -24,7 +24,13 @@ from torchtitan_cp.config import Config, ConfigError, UserError, load_config
 from torchtitan_cp.config.sections import Model
 from torchtitan_cp.data.corpus.cache import CacheBuilder
 from torchtitan_cp.training.data_pipeline import tokenizer_of
-from torchtitan_cp.training.preflight import check_files, check_hub_weights, check_kernel, fit_vocabulary
+from torchtitan_cp.training.preflight import (
+    check_before_corpus,
+    check_files,
+    check_hub_weights,
+    check_kernel,
+    fit_vocabulary,
+)
 from torchtitan_cp.training.registry import model_args_of, register, start_folder
 from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
 
@@ -198,3 +204,19 @@ def test_a_comparison_needs_no_weights_to_start_from(tmp_path: Path, capsys: pyt
     assert check_config(arguments) == 2
     assert "has neither model.safetensors nor" in capsys.readouterr().err
     assert check_config([*arguments, "--doctor"]) == check_config([*arguments, "--parity"]) == 0
+
+
+def test_a_run_that_compiles_on_cuda_needs_a_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(ARCHITECTURES)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    path = write_run(tmp_path)
+    keys = ("--context_parallel.kernel=reference",)  # no GPU is asked what it can
+    compiled, plain = (
+        resolve_run(load_config(path, [*keys, *more]), 2, device="cuda") for more in ((), ("--compile.enable=false",))
+    )
+    check_before_corpus(plain, "cuda")
+    with pytest.raises(ConfigError, match="for which Triton needs a C compiler, and there is neither gcc nor clang"):
+        check_before_corpus(compiled, "cuda")
+    monkeypatch.setenv("CC", "cc")
+    check_before_corpus(compiled, "cuda")
