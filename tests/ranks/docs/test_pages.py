@@ -112,11 +112,12 @@ def reader(run: Path, tmp_path: Path) -> Reader:
 
 
 # A page may say of another run, or with other words behind "#", what another page says.
-# Of runs that this reader does not have, with adapters, conversations or several stages, or of a large model's search:
-# tests/unit/cli/test_preview.py, tests/ranks/models/test_peft.py, tests/ranks/training/test_lora_recipe.py and
-# tests/unit/planner/test_fits.py run these.
+# Of runs that this reader does not have, with adapters, conversations or several stages, of a large model's search, or
+# of a package that only a GPU needs: tests/unit/cli/test_preview.py, tests/ranks/models/test_peft.py,
+# tests/ranks/training/test_lora_recipe.py, tests/unit/planner/test_fits.py and tests/unit/benchmarks/test_flash4.py.
 NEEDS_ANOTHER = re.compile(
     r"export outputs/(run (adapter|whole)|quickstart/|lora)|preview my\.toml --|plan .* --search .*--ranks"
+    r"|benchmarks\.flash4"
 )
 ONCE = sorted(
     {
