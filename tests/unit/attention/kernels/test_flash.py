@@ -6,6 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.plan_cases import in_band
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.kernels import KERNELS, flash
 from torchtitan_cp.attention.mask import Band
@@ -51,12 +52,7 @@ def test_flash_takes_many_more_bands_that_it_computes_correctly(
 
 def check_band(queries: int, keys: int, low: int | None, high: int | None) -> None:
     band = Band(low, high)
-    distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1)
-    meant = torch.ones(queries, keys, dtype=torch.bool)
-    if low is not None:
-        meant &= distance >= low
-    if high is not None:
-        meant &= distance <= high
+    meant = in_band(queries, keys, band)
     assume(meant.any(1).all())
     if flash.takes_band(queries, keys, band):
         assert torch.equal(read_by_flash(queries, keys, *flash._window(queries, keys, band)), meant)

@@ -11,6 +11,7 @@ from tests.support.emulated_ops import emulate
 from tests.support.emulated_ops.flash4 import _Options, visible
 from tests.support.kernel_cases import draw, error
 from tests.support.pages import REPOSITORY
+from tests.support.plan_cases import in_band
 from torchtitan_cp.attention import AttentionMask, PlanError, attend, make_plan
 from torchtitan_cp.attention.kernels import KERNELS, Case, ScoreMod, choose_kernel, flash4
 from torchtitan_cp.attention.mask import Band
@@ -21,12 +22,7 @@ H100, B200, A100 = (9, 0), (10, 0), (8, 0)
 
 def check_band(queries: int, keys: int, low: int | None, high: int | None) -> None:
     band = Band(low, high)
-    distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1)
-    meant = torch.ones(queries, keys, dtype=torch.bool)
-    if low is not None:
-        meant &= distance >= low
-    if high is not None:
-        meant &= distance <= high
+    meant = in_band(queries, keys, band)
     assume(meant.any(1).all())
     left, right = flash4.kind(queries, keys, band)
     if flash4.takes_band(queries, keys, band):
