@@ -18,7 +18,8 @@ import time
 import warnings
 import zipfile
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
@@ -57,6 +58,19 @@ PACKAGES = (
     "einops",
 )
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
+
+
+def missing(command: str) -> str:
+    """The first thing that a command needs and this environment lacks, or ""."""
+    if command == "compile":
+        modules = ("flash_attn", "cutlass", "quack", "tvm_ffi", "triton")
+        return next((f"the module {name}" for name in modules if find_spec(name) is None), "")
+    try:
+        for name in PACKAGES:
+            version(name)
+    except PackageNotFoundError:
+        return name
+    return ""
 
 
 def set_target(arch: str, folder: Path) -> None:
@@ -145,6 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     other.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}")
     other.add_argument("--cache", type=Path)
     options = parser.parse_args(arguments)
+    if lacks := missing(options.command):
+        parser.error(f"{lacks} is not installed\n  fix: {flash4.INSTALL}")
     if options.command == "pack":
         pack(options.file, options.python, options.cache)
         return

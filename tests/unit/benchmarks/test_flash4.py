@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.kernels import KERNELS, Case, choose_for_case, flash4
 from torchtitan_cp.attention.tiles import CAUSAL
 
-MISSING = [name for name in ("flash_attn", "cutlass", "quack", "tvm_ffi", "triton") if not find_spec(name)]
+MISSING = command.missing("compile")
 # For each row of flash4's rates on Hopper, its head dims, equal and other than those of values; groups and none.
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 HEADS = [(16, 4), (16, 16)]
@@ -40,7 +40,7 @@ def compile_for_hopper(cache: Path, *arguments: str) -> list[str]:
 
 
 @pytest.mark.deep
-@pytest.mark.skipif(bool(MISSING), reason=f"flash4: not installed: {', '.join(MISSING)}")
+@pytest.mark.skipif(bool(MISSING), reason=f"flash4: not installed: {MISSING}")
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dims", DIMS)
 def test_every_call_that_auto_can_choose_compiles_for_hopper_without_a_gpu(
@@ -54,7 +54,7 @@ def test_every_call_that_auto_can_choose_compiles_for_hopper_without_a_gpu(
 
 
 @pytest.mark.deep
-@pytest.mark.skipif(bool(MISSING), reason=f"flash4: not installed: {', '.join(MISSING)}")
+@pytest.mark.skipif(bool(MISSING), reason=f"flash4: not installed: {MISSING}")
 def test_what_was_compiled_is_read_from_the_cache_by_another_process(tmp_path: Path) -> None:
     arguments = ("--dims", "64", "64", "--heads", "4", "4", "--layouts", "packed", "--softcap", "30.0")
     compile_for_hopper(tmp_path, *arguments)
@@ -134,3 +134,18 @@ def test_one_archive_has_the_packages_of_this_environment_and_the_cache(
     assert {f"./{name}/__init__.py" for name in command.PACKAGES} | {"cache/kernel.o"} <= set(names)
     assert "cache/kernel.lock" not in names
     assert f"{file}: 0.0 MiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "module"), [(["compile"], "find_spec"), (["pack"], "version")])
+def test_what_is_missing_is_said_with_how_to_install_it(
+    words: list[str], module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacks(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(command, module, (lambda name: None) if module == "find_spec" else lacks)
+    with pytest.raises(SystemExit):
+        command.main([*words, str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert "is not installed\n  fix: pip install 'torchtitan-cp[flash4]'" in said
+    assert not list(tmp_path.iterdir())
