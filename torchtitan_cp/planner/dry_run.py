@@ -24,7 +24,7 @@ from torchtitan_cp.data.batches.micro_batches import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Forward
-from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_flex, fake_job, real_tensors
+from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_flex, fake_job
 from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.runtime.device import Device, World, find_device
 from torchtitan_cp.training.model import ParallelModel
@@ -58,13 +58,15 @@ class StageWalk(NamedTuple):
 
 
 class DryModel(ParallelModel):
-    """The model of one rank, with fake tensors."""
+    """The model of one rank, with tensors that `fake` makes and `tracker` counts."""
 
-    def __init__(self, run: ResolvedRun, world: World, tracker: StepTracker, stage: ResolvedStage) -> None:
-        with real_tensors():
+    def __init__(
+        self, run: ResolvedRun, world: World, fake: FakeMode, tracker: StepTracker, stage: ResolvedStage
+    ) -> None:
+        with fake.real_tensors():
             meshes = Meshes(world.device.device.type, stage.degrees)
         super().__init__(run, world, meshes, stage)
-        self.tracker, self.tp_and_pp = tracker, (stage.tp, stage.pp)
+        self.fake, self.tracker, self.tp_and_pp = fake, tracker, (stage.tp, stage.pp)
         for parameter in self.parts.parameters():
             tracker.set_kind(parameter, "weights")
             if not parameter.requires_grad:
@@ -81,7 +83,7 @@ class DryModel(ParallelModel):
         """A whole optimizer step of a stage."""
         if self.pipeline:
             self.pipeline.release()  # what an earlier stage left
-        with real_tensors():
+        with self.fake.real_tensors():
             plans = self.configure_stage(stage).plans()
             for plan in plans.values():
                 prepare_plan(plan)
@@ -179,18 +181,18 @@ def stage_walker(
     Args:
         device: type of the device that tensors claim to be on; mode: what makes them.
     """
-    tracker, models = StepTracker(device), list[DryModel]()
+    # A real tensor may be an argument beside fake ones.
+    fake, tracker, models = mode(allow_non_fake_inputs=True), StepTracker(device), list[DryModel]()
 
     def walk(stage: ResolvedStage) -> StageWalk:
         if models and models[0].tp_and_pp != (stage.tp, stage.pp):
             models.clear()  # frees its memory first, as a relaunch does
         if not models:
             world = World(rank, run.ranks, Device(torch.device(device), "fake"))
-            models.append(DryModel(run, world, tracker, stage))
+            models.append(DryModel(run, world, fake, tracker, stage))
         return models[0].walk(stage)
 
-    # A real tensor may be an argument beside fake ones, and torchao compiles its optimizers.
-    fake, eager = mode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager")
+    eager = torch.compiler.set_stance("force_eager")  # torchao compiles its optimizers
     with fake_job(run.ranks, rank), fake, tracker.tracking(), eager, fake_flex():
         yield walk
         models.clear()

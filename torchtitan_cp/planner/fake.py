@@ -6,9 +6,9 @@ It uses internals of torch, as torch's own tests and tools do.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -55,10 +55,28 @@ def fake_job(ranks: int, rank: int) -> Iterator[None]:
         _clear_sharding_prop_cache()
 
 
+@contextmanager
+def replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[None]:
+    """Give an attribute of a class or module of torch another value for a while.
+
+    torch has no mode or hook for what is replaced here: storages that change their size, the shapes that DTensor
+    learns by running operators, and the operator of flex_attention.
+    """
+    inherited, original = name not in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
 class FakeMode(FakeTensorMode):
     """New tensors have a shape and no data. Operations on real tensors only, such as meshes, run as usual."""
 
-    real_on_cpu = False
+    makes_real = False  # see `real_tensors`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,12 +93,16 @@ class FakeMode(FakeTensorMode):
 
     def is_real(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
         """Whether an operation without fake tensors gives a real one: it has real tensors, or `real_tensors` is on."""
-        return self.real_on_cpu or any(isinstance(x, Tensor) for x in tree_flatten((args, kwargs))[0])
+        return self.makes_real or any(isinstance(x, Tensor) for x in tree_flatten((args, kwargs))[0])
 
-
-def real_tensors() -> AbstractContextManager[object]:
-    """A context in which new tensors have data, because the host reads meshes and plans."""
-    return patch.object(FakeMode, "real_on_cpu", True)
+    @contextmanager
+    def real_tensors(self) -> Iterator[None]:
+        """A context in which new tensors have data, because the host reads meshes and plans."""
+        before, self.makes_real = self.makes_real, True
+        try:
+            yield
+        finally:
+            self.makes_real = before
 
 
 def _even_counts(count: int, size: int) -> Tensor:
@@ -131,8 +153,8 @@ class _FlexResults(torch.autograd.Function):
 def fake_flex() -> Iterator[None]:
     """A context in which flex_attention checks its arguments and returns tensors without data."""
     with (
-        patch.object(flex_attention, "flex_attention_hop", _FlexResults.apply),
-        patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+        replaced(flex_attention, "flex_attention_hop", _FlexResults.apply),
+        replaced(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
     ):
         yield
 
@@ -263,8 +285,8 @@ class StepTracker(TorchDispatchMode):
             return result
 
         with (
-            patch.object(torch.UntypedStorage, "resize_", resize),
-            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", untracked),
+            replaced(torch.UntypedStorage, "resize_", resize),
+            replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", untracked),
             self,
         ):
             yield
