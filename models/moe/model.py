@@ -144,7 +144,7 @@ class Router(nn.Module):
         scores = logits.sigmoid() if args.score_function == "sigmoid" else logits.softmax(-1)
         ranking = scores.detach()
         if self.expert_bias is not None:
-            ranking = ranking + self.expert_bias.to(ranking.device)  # it is on the host under fsdp_cpu_offload
+            ranking = ranking + self.expert_bias
         if args.n_groups > 1:
             groups = ranking.unflatten(-1, (args.n_groups, -1))
             best = groups.topk(2, -1).values.sum(-1).topk(args.groups_per_token, -1).indices

@@ -147,7 +147,9 @@ def overrides(case: Case) -> list[str]:
     layers = f", n_layers = {case.get('layers', 2)}"
     window = ", windows = [0, 65]" if case.get("mask") == "window" else ""
     chosen = [option for kind, names in CHOICES.items() for option in names[case.get(kind, next(iter(names)))]]
-    experts = ", n_experts = 4, experts_per_token = 2" if "--model.architecture=moe" in chosen else ""
+    experts = (
+        ", n_experts = 4, experts_per_token = 2, expert_bias = true" if "--model.architecture=moe" in chosen else ""
+    )
     step = f"--curriculum.stages[0].global_batch_tokens={tokens}"
     base, sizes = (NF4, GROUPS) if case.get("base") == "nf4" else ((), SIZES)
     return [*BASE, step, "--parallel.cp=4", f"--model.overrides={{{sizes}{layers}{window}{experts}}}", *base, *chosen]

@@ -15,10 +15,9 @@ def update_router_biases(biases: Mapping[int, Tensor], counts: Tensor, rate: flo
 
     Args:
         biases: by layer, `[X]` fp32, changed in place.
-        counts: `[layers, X]` fp64, tokens of the step that each expert was sent, over all ranks.
+        counts: `[layers, X]` fp64 on their device, tokens of the step that each expert was sent, over all ranks.
     """
     for layer, bias in biases.items():
         sent = counts[layer]
         # Whole numbers, so the signs are exact and all ranks have the same biases.
-        direction = torch.sign(sent.sum() - len(sent) * sent)
-        bias.add_(direction.to(bias.device), alpha=rate)  # it is on the host under fsdp_cpu_offload
+        bias.add_(torch.sign(sent.sum() - len(sent) * sent), alpha=rate)

@@ -63,6 +63,8 @@ def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], 
         logger.warning("parallel.fsdp_cpu_offload is inactive: on a CPU the weights are in host memory")
     apply_fsdp(model, meshes.fsdp, config, on_host, experts[1] if experts else None)
     model.to_empty(device="cpu" if on_host else meshes.device_type)
+    if on_host:
+        move_buffers(model, torch.device(meshes.device_type))
     fill_tables(model, torch.device(meshes.device_type))
     init_weights(model, config.training.seed, loads=config.model.loads_weights)
 
@@ -138,6 +140,14 @@ def shared_modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
     shared = [module for module, count in layers_with.items() if count > 1 and any(True for _ in module.parameters())]
     inner = {part for module in shared for part in module.modules() if part is not module}
     return [module for module in shared if module not in inner]
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers to a device: FSDP keeps only parameters on the host, and each forward reads buffers."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def reshard(model: nn.Module) -> None:

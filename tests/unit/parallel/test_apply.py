@@ -1,11 +1,11 @@
-"""Blocks that are compiled."""
+"""Blocks that are compiled, and buffers beside offloaded parameters."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from torchtitan_cp.config.training import Activation, Compile
-from torchtitan_cp.parallel.apply import wrap_blocks
+from torchtitan_cp.parallel.apply import move_buffers, wrap_blocks
 
 
 class Windowed(nn.Module):
@@ -17,6 +17,13 @@ class Windowed(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden[self.window :].sum()
+
+
+def test_buffers_move_and_parameters_stay() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    move_buffers(model, torch.device("meta"))
+    assert all(buffer.is_meta for buffer in model.buffers())
+    assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.mark.deep
