@@ -15,6 +15,7 @@ from torchtitan_cp.planner.host import host_memory
 from torchtitan_cp.planner.memory import Memory, rank_memory
 from torchtitan_cp.planner.offload import HOST_UPDATE, OFFLOAD, exposed_copies, exposed_outer_copies, update_seconds
 from torchtitan_cp.planner.parameters import sized_model_args
+from torchtitan_cp.planner.recurrence import recurrence_seconds
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import FP32_BYTES, STRATEGY_COSTS, LayerCost
 from torchtitan_cp.training.resolve import resolve_run
@@ -24,8 +25,6 @@ SECONDS_A_DAY = 86400
 # their copies over the width E; rotation (in fp32) and layout of heads; SwiGLU's two products. Compiled blocks do half.
 WIDTH_PASSES, HEAD_PASSES, FFN_PASSES, FUSED = 14, 8, 6, 0.5
 COPY_PASSES = 7  # over rows that are dispatched to experts, joined, weighted and summed
-# ASSUMED speed of a recurrence as a fraction of that of matrix products; not measured on a GPU.
-RECURRENCE_RATE = 0.2
 LOGIT_PASSES = 15  # over fp32 logits, measured on an H200
 # Bytes that move for a weight that is dequantized: half a byte of code, and its index and its value, written and read.
 # The weight that the product reads is written too.
@@ -204,7 +203,7 @@ def _rank_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, floa
     if states := pp_rank.layers - len(pp_rank.windows):
         # Messages of states are not counted; they were below half a percent of a step in every recipe.
         layer = _layer_seconds(planned, LayerCost(0, 0.0, 0.0, 0.0, 0.0), 0)
-        layer["attention"] += _recurrence_seconds(planned)
+        layer["attention"] += recurrence_seconds(planned)
         layers.append((states, layer))
     total = _outer_seconds(planned, pp_rank)
     for count, layer in layers:
@@ -216,14 +215,6 @@ def _rank_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, floa
     for name, seconds in update_seconds(planned, pp_rank).items():
         total[name] = total.get(name, 0.0) + seconds
     return total
-
-
-def _recurrence_seconds(planned: PlannedStage) -> float:
-    """Seconds of a layer's recurrence for a micro-batch, forward, backward and recomputation."""
-    rate = planned.cluster.rate(planned.config.training.compute_dtype, planned.cluster.accelerator.linear)
-    passes = 4 if planned.config.activation.checkpoint == "full" else 3
-    largest = max(mixer.state_products * mixer.state_size for mixer in planned.args.mixers)
-    return passes * 2 * largest * planned.tokens / (rate * RECURRENCE_RATE)
 
 
 def _tiles_again(planned: PlannedStage) -> float:

@@ -1,19 +1,15 @@
 """Estimates that follow from what changes: lengths, ranks, networks, activation modes and kernels."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import ARCHITECTURES
 from tests.support.long_plans import LONG, estimates
-from tests.support.recurrence import delta_rule
-from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.config import load_config
 from torchtitan_cp.parallel.activation import checkpointed
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.estimate import RECURRENCE_RATE, _fsdp_exposed, _outer_seconds, _rank_seconds, plan_config
+from torchtitan_cp.planner.estimate import _fsdp_exposed, _outer_seconds, plan_config
 from torchtitan_cp.planner.parameters import total_parameters
 from torchtitan_cp.training.registry import register
 
@@ -204,18 +200,3 @@ def test_weights_that_are_freed_are_gathered_again_for_each_forward_and_backward
     assert of_block[0] - of_block[1] == pytest.approx((2 - 1 / times) * block)
     of_ends = [_outer_seconds(planned, rank)["FSDP messages"] for planned in (always, never)]
     assert of_ends[0] - of_ends[1] == pytest.approx((times - 1) * outer)
-
-
-@pytest.mark.parametrize(("checkpoint", "forwards"), [("full", 2), ("attention_saved", 1)])
-def test_a_layer_with_a_state_takes_the_products_of_the_recurrence(checkpoint: str, forwards: int) -> None:
-    planned = estimates("train_configs/qwen3_5_9b_256k_to_1m.toml", f"--activation.checkpoint={checkpoint}")[0]
-    with FlopCounterMode(display=False) as counter:
-        q, v, g = torch.ones(1, 4, 16, 128), torch.ones(1, 4, 32, 128), torch.ones(1, 4, 32)
-        delta_rule(q, q, v, g, g, AttentionMask(), 1.0)
-    flops = counter.get_total_flops() / 4 * 3 / 2  # a token's; the outer product of key and error is none to torch
-    rate = 989e12 * planned.cluster.accelerator.linear * RECURRENCE_RATE
-    own = planned.ranks[0]
-    attending = _rank_seconds(planned, replace(own, layers=len(own.windows)))
-    added = {name: seconds - attending[name] for name, seconds in _rank_seconds(planned, own).items()}
-    layers = 24 * planned.stage.micro_batches
-    assert added["attention"] == pytest.approx(layers * (forwards + 2) * flops * planned.tokens / rate)
