@@ -182,6 +182,15 @@ class ModelArgs(Protocol):
         ...
 
     @property
+    def last_products(self) -> tuple[str, ...]:
+        """Of each layer, the name of the linear layer that runs last, if nothing that has weights follows it; else "".
+
+        The backward needs no result of that product, so a recomputed layer does not run it again. Behind it there may
+        be a norm, as in Gemma, or the router's shares of experts. Modules do not show in which order they run.
+        """
+        ...
+
+    @property
     def ffn_dim(self) -> int:
         """Width of the gated MLP, or of one expert."""
         ...

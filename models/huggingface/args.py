@@ -124,6 +124,11 @@ class HuggingFaceArgs:
         """What mixes tokens in each layer."""
         return tuple(_mixer(layer) for layer in self.probe.layers)
 
+    @property
+    def last_products(self) -> tuple[str, ...]:
+        """See ModelArgs."""
+        return tuple(layer.last_product for layer in self.probe.layers)
+
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
         return sum(layer.active_matrices for layer in self.probe.layers) + self.probe.dim * self.probe.vocab_size

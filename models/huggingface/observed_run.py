@@ -47,6 +47,7 @@ class ObservedRun(TorchFunctionMode):
     Attributes:
         calls: of attention, in the order in which they were made.
         linear_calls: of convolutions and recurrences, likewise.
+        weighted: modules with parameters that are all their own, in the order in which they ran.
         fingerprints: what a module returns or passes to attention -> a number for each token, `[tokens]`.
         experts_per_token: module that holds experts -> experts that a token is sent to.
         logits: `[V]`, fp64.
@@ -59,6 +60,7 @@ class ObservedRun(TorchFunctionMode):
         self.names, self.masks, self.shift = names, masks, shift
         self.calls: list[Call] = []
         self.linear_calls: list[Call] = []
+        self.weighted: list[nn.Module] = []
         self.fingerprints: dict[str, Tensor] = {}
         self.experts_per_token: dict[nn.Module, int] = {}
         self._running: list[nn.Module] = []
@@ -191,6 +193,8 @@ class ObservedRun(TorchFunctionMode):
     def _after_module(self, module: nn.Module, _: Any, output: Any) -> None:
         self._check_random()
         self._running.pop()
+        if sum(1 for _ in module.parameters(recurse=False)) == sum(1 for _ in module.parameters()) > 0:
+            self.weighted.append(module)
         first = output[0] if isinstance(output, tuple | list) and output else output
         self._add_fingerprint(label(module, self.names), first)
 

@@ -63,6 +63,7 @@ class LayerInfo:
         experts: name of the module that holds its experts; "": none.
         n_experts: X, or 0.
         experts_per_token: experts that a token is sent to, or 0.
+        last_product: name of the linear layer that runs last; "": experts or another module with parameters do.
         linear: None: no convolution or recurrence.
         attention: name of the module that calls the attention function; "": none, and what follows is 0.
         n_heads, n_kv_heads: Hq, Hkv.
@@ -81,6 +82,7 @@ class LayerInfo:
     experts: str
     n_experts: int
     experts_per_token: int
+    last_product: str
     linear: LinearInfo | None
     attention: str = ""
     n_heads: int = 0
@@ -218,7 +220,7 @@ class _Probe:
         layers = zip(self.layers, calls, rotaries, linear, strict=True)
         return ModelProbe(
             model_class=type(self.model).__name__,
-            layers=tuple(self._layer_info(*layer, whole.experts_per_token) for layer in layers),
+            layers=tuple(self._layer_info(*layer, whole) for layer in layers),
             tie_embeddings=self.tied,
             dim=self.output.weight.shape[1],
             vocab_size=len(self.ramp),
@@ -273,8 +275,9 @@ class _Probe:
         call: Call | None,
         rotary: str,
         linear: LinearInfo | None,
-        experts_per_token: _ExpertsPerToken,
+        run: ObservedRun,
     ) -> LayerInfo:
+        experts_per_token = run.experts_per_token
         active = _count_matrices(layer, experts_per_token)
         mixers = [call[0]] if call else []
         mixers += [self.model.get_submodule(linear.module)] if linear else []
@@ -286,9 +289,18 @@ class _Probe:
             experts=self.names[experts] if experts else "",
             n_experts=len(next(experts.parameters())) if experts else 0,
             experts_per_token=experts_per_token[experts] if experts else 0,
+            last_product=self._last_product(layer, run),
             linear=linear,
             **({"attention": self.names[call[0]], "rotary": rotary, **call[1]} if call else {}),
         )
+
+    def _last_product(self, layer: nn.Module, run: ObservedRun) -> str:
+        """LayerInfo.last_product."""
+        modules = set(layer.modules())
+        last = next((module for module in reversed(run.weighted) if module in modules), layer)
+        matrix = last._parameters.get("weight")
+        is_product = matrix is not None and matrix.dim() == 2 and last not in run.experts_per_token
+        return self.names[last] if is_product else ""
 
     def _table_length(self) -> int:
         """Rows of the model's table of learned positions. Whisper's config has another name for it."""

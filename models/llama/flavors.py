@@ -63,6 +63,11 @@ class LlamaArgs:
         return tuple(Mixer(*sizes, window) for window in windows)
 
     @property
+    def last_products(self) -> tuple[str, ...]:
+        """See ModelArgs."""
+        return tuple(f"layers.{number}.feed_forward.w2" for number in range(self.n_layers))
+
+    @property
     def rotary_dim(self) -> int:
         """Entries of a head that RoPE rotates."""
         return self.head_dim

@@ -42,6 +42,12 @@ class MoeArgs(LlamaArgs):
     router_z_loss: float = 0.0
 
     @property
+    def last_products(self) -> tuple[str, ...]:
+        """See ModelArgs."""
+        shared = "layers.{}.shared_experts.w2" if self.n_shared_experts else ""
+        return tuple(shared.format(number) for number in range(self.n_layers))
+
+    @property
     def active_ffn_dim(self) -> int:
         """See LlamaArgs."""
         return (self.experts_per_token + self.n_shared_experts) * self.ffn_dim

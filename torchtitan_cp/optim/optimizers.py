@@ -20,6 +20,8 @@ Group = dict[str, Any]  # a parameter group, as torch.optim takes it
 Groups = list[Group]
 # Bytes of AdamW's two moments by optimizer.state; in 8 bits with an fp32 scale for each 256 values.
 ADAMW_STATE_BYTES = {"float32": 2 * 4.0, "8bit": 2 * (1 + 4 / 256)}
+PASS_BYTES = 3 * 4.0  # a weight is read and written, its gradient read
+MUON_BYTES = 56.0  # momentum and weight in fp32, directions in bf16; tests/unit/optim/test_muon.py counts operators
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class OptimizerKind:
             updates all groups; it keeps their keys `lr_scale` and `weight_decay`, and its `step` takes `closure=None`.
             `parts`: (parameter groups) -> the groups in parts that a step can update one after the other.
         state_bytes: ([optimizer]) -> bytes of state of a parameter that it updates.
+        update_bytes: ([optimizer]) -> bytes that an update of a parameter reads and writes, without matrix products.
         identity: ([optimizer], experts of a layer, tensor-parallel degree) -> what must be the same to resume, by the
             name that a message gives it.
         check: (config, tensor-parallel degrees of the stages) -> None; raises ConfigError where it cannot run.
@@ -40,6 +43,7 @@ class OptimizerKind:
 
     module: str
     state_bytes: Callable[[OptimizerConfig], float]
+    update_bytes: Callable[[OptimizerConfig], float]
     identity: Callable[[OptimizerConfig, int, int], JsonObject]
     check: Callable[[Config, set[int]], None]
     blocks_only: bool = False
@@ -87,13 +91,23 @@ def _check_muon(config: Config, tp_degrees: set[int]) -> None:
 
 
 ADAMW = OptimizerKind(
-    "torchtitan_cp.optim.adamw", lambda settings: ADAMW_STATE_BYTES[settings.state], _adamw_identity, _check_adamw
+    "torchtitan_cp.optim.adamw",
+    lambda settings: ADAMW_STATE_BYTES[settings.state],
+    lambda settings: PASS_BYTES + 2 * ADAMW_STATE_BYTES[settings.state],
+    _adamw_identity,
+    _check_adamw,
 )
 MUON = OptimizerKind(
     "torchtitan_cp.optim.muon",
     lambda settings: 4.0,  # a momentum
+    lambda settings: MUON_BYTES,
     _muon_identity,
     _check_muon,
     blocks_only=True,
 )
 OPTIMIZERS = {"adamw": ADAMW, "muon": MUON}
+
+
+def clip_bytes(settings: OptimizerConfig) -> float:
+    """Bytes that clipping moves for a parameter: AdamW's kernel stores its gradient, a pass reads and writes it."""
+    return 4.0 if OPTIMIZERS[settings.name] is ADAMW and settings.state == "float32" else 8.0

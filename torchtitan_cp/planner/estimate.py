@@ -237,11 +237,10 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     trained_weights = lora.active_block + lora.adapters if lora else weights
     forward, backward = (2 * count * tokens / product_rate for count in (weights, weights + trained_weights))
     mlp = 2 * 3 * args.dim * args.active_ffn_dim / tp * tokens / product_rate
-    # A backward does not need the result of an MLP's last product; the router's gradient needs that of experts.
-    rerun_mlp = mlp if planned.counts.experts else 2 / 3 * mlp
-    again = 0.0 if mode in ("none", "selective") else forward - mlp + rerun_mlp
+    last = 2 * planned.unrepeated_product * tokens / product_rate
+    again = 0.0 if mode in ("none", "selective") else forward - last
     if tiles > 1:  # each runs again for itself
-        again += _tiles_again(planned) * mlp - (rerun_mlp if again else 0.0)
+        again += _tiles_again(planned) * mlp - (mlp - last if again else 0.0)
     linear_backward = backward + again
     scores = planned.mixer(window).head_dim * attention.pairs * sequences
     attention_forward = FORWARD_FLOPS * scores / rates.forward
@@ -320,9 +319,8 @@ def _outer_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, flo
     logits = tokens * matrix / args.dim * FP32_BYTES * LOGIT_PASSES * fused
     rate = cluster.rate(planned.config.training.compute_dtype, cluster.accelerator.linear)
     hidden = tokens * args.dim * planned.element_bytes
-    lora, ends = planned.trained, (pp_rank.is_first, pp_rank.is_last, args.tie_embeddings)
-    outer = lora.outer(*ends) if lora else pp_rank.outer_parameters
-    gather, reduce, reduce_last = _fsdp_seconds(planned, pp_rank.outer_parameters * planned.element_bytes, outer)
+    gathered, outer = pp_rank.outer_parameters * planned.element_bytes, planned.trained_outer(pp_rank)
+    gather, reduce, reduce_last = _fsdp_seconds(planned, gathered, outer)
     again = 0.0 if planned.config.parallel.fsdp_reshard == "never" else gather
     seconds = {
         "linear layers": (6 if planned.trains_output else 4) * matrix * tokens * times / rate,

@@ -3,6 +3,7 @@
 import math
 
 from torchtitan_cp.data.batches.loader import READ_AHEAD
+from torchtitan_cp.parallel.nf4 import WEIGHT_BYTES
 from torchtitan_cp.planner.memory import block_bytes, kept_bytes, state_bytes, weight_bytes
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import FP32_BYTES
@@ -27,10 +28,11 @@ def _rank_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]
     """Bytes by kind of one rank."""
     config, args = planned.config, planned.args
     weights, gradients = weight_bytes(planned, pp_rank), pp_rank.trained / planned.degrees.fsdp * FP32_BYTES
+    quantized = pp_rank.layers * planned.quantized_block * WEIGHT_BYTES / planned.degrees.fsdp
     moments = state_bytes(planned, pp_rank)
-    # Most parameters are in matrices of the MLP.
+    # Most parameters are in matrices of the MLP. In bf16 they take half as much, rounded up likewise.
     matrix = args.dim * args.ffn_dim * max(1, args.n_experts) / planned.degrees.tp / planned.degrees.fsdp
-    pinned = pinned_ratio(matrix * FP32_BYTES)
+    pinned, pinned_nf4 = (pinned_ratio(matrix * size) for size in (FP32_BYTES, WEIGHT_BYTES))
     everything = config.parallel.fsdp_cpu_offload
     state = 0.0
     if everything:
@@ -39,7 +41,7 @@ def _rank_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]
         state = moments * pinned
     loaded = READ_AHEAD + 1
     return {
-        "weights": weights * pinned * everything,
+        "weights": ((weights - quantized) * pinned + quantized * pinned_nf4) * everything,
         "gradients": gradients * pinned * everything,
         "optimizer": state,
         "activations": _activations(planned, pp_rank) if config.activation.offload else 0.0,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchtitan_cp.optim.optimizers import ADAMW, OPTIMIZERS
+from torchtitan_cp.optim.optimizers import ADAMW, OPTIMIZERS, OptimizerKind
 from torchtitan_cp.parallel.nf4 import GROUP, GROUPS_AT_ONCE, LOOKUP_BYTES, WEIGHT_BYTES
 from torchtitan_cp.planner.recurrence import recurrence_phases
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
@@ -177,19 +177,27 @@ def _shards(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, float]:
     return {"weights": weight_bytes(planned, pp_rank), "gradients": trained, "optimizer": state}
 
 
+def stored_bytes(trained: float, frozen: float, quantized: float = 0.0) -> float:
+    """Bytes of weights as they are stored: trained ones in fp32; of frozen ones `quantized` in NF4, others in bf16."""
+    return trained * FP32_BYTES + (frozen - quantized) * BF16_BYTES + quantized * WEIGHT_BYTES
+
+
 def weight_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> float:
-    """Bytes of a rank's shards of weights, wherever they are: fp32, and frozen ones bf16 or NF4."""
-    quantized = pp_rank.layers * planned.quantized_block
-    frozen = (pp_rank.frozen - quantized) * BF16_BYTES + quantized * WEIGHT_BYTES
-    return (pp_rank.trained * FP32_BYTES + frozen) / planned.degrees.fsdp
+    """Bytes of a rank's shards of weights, wherever they are."""
+    stored = stored_bytes(pp_rank.trained, pp_rank.frozen, pp_rank.layers * planned.quantized_block)
+    return stored / planned.degrees.fsdp
+
+
+def optimizer_shares(planned: PlannedStage, pp_rank: PlannedRank) -> list[tuple[OptimizerKind, float]]:
+    """The optimizers of a rank, and how many numbers of its shard each updates."""
+    kind, shard = OPTIMIZERS[planned.config.optimizer.name], pp_rank.trained / planned.degrees.fsdp
+    own = pp_rank.layers * planned.counts.matrices / planned.degrees.fsdp if kind.blocks_only else shard
+    return [(kind, own), (ADAMW, shard - own)]
 
 
 def state_bytes(planned: PlannedStage, pp_rank: PlannedRank) -> float:
     """Bytes of a rank's optimizer state, wherever it is."""
-    settings, fsdp = planned.config.optimizer, planned.degrees.fsdp
-    kind, shard = OPTIMIZERS[settings.name], pp_rank.trained / fsdp
-    own = pp_rank.layers * planned.counts.matrices / fsdp if kind.blocks_only else shard
-    return own * kind.state_bytes(settings) + (shard - own) * ADAMW.state_bytes(settings)
+    return sum(count * kind.state_bytes(planned.config.optimizer) for kind, count in optimizer_shares(planned, pp_rank))
 
 
 def _gathered_weights(planned: PlannedStage, pp_rank: PlannedRank) -> float:

@@ -1,7 +1,7 @@
 """What the planner reads off a model without weights: how many parameters a rank has, and how its norms compute."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -31,6 +31,7 @@ class Parameters:
         block: parameters of one layer; the mean if layers differ.
         matrices: those of the layer's matrices, without norms, biases and sinks.
         active_matrices: those of the matrices that a token uses; it uses only some experts.
+        last_product: those of the matrix that multiplies last, if a recomputed layer does not repeat it; see ModelArgs.
         experts: those of all experts of a layer.
         embedding: V E, and other parameters outside the layers.
         head: the last norm, and the output's V E if it is not tied to the embedding.
@@ -44,6 +45,7 @@ class Parameters:
     block: int
     matrices: int
     active_matrices: int
+    last_product: int
     experts: int
     embedding: int
     head: int
@@ -66,6 +68,7 @@ class TrainedParameters:
         block: weights of one layer that are trained whole; active_block: those of them that a token uses.
         embedding, head: the same outside of the layers, as in Parameters.
         output: whether the output matrix is trained.
+        repeated_product: of `Parameters.last_product`, weights that have an adapter or are in NF4.
         quantized: weights of one layer that are stored in NF4; the mean if layers differ.
         largest_quantized: weights of the largest such matrix.
         flops: what [lora] adds to the FLOPs of a token, on all ranks.
@@ -77,6 +80,7 @@ class TrainedParameters:
     embedding: int
     head: int
     output: bool
+    repeated_product: float
     quantized: float
     largest_quantized: int
     flops: float
@@ -115,10 +119,16 @@ def count_trained_parameters(architecture: str, args: ModelArgs, lora: Lora, tp:
         embedding=embedding,
         head=head,
         output=any(model.get_parameter(name) is model.output.weight for name in found.trained),
+        repeated_product=_weights(model, {*args.last_products} & {*found.adapted, *found.quantized}) / layers / tp,
         quantized=counts.quantized / layers,
         largest_quantized=max((model.get_parameter(f"{name}.weight").numel() for name in found.quantized), default=0),
         flops=adapter_flops_per_token(args, counts.adapters, counts.whole_linear),
     )
+
+
+def _weights(model: nn.Module, names: Iterable[str]) -> int:
+    """Weights of these modules."""
+    return sum(model.get_parameter(f"{name}.weight").numel() for name in names)
 
 
 def _adapter_on_rank(layer: nn.Module, name: str, rank: int, roles: Mapping[str, str], tp: int) -> int:
@@ -146,6 +156,7 @@ def _count(architecture: str, args: ModelArgs, tp: int) -> Parameters:
         block=found.matrices // layers // tp + _on_rank(found.vectors, tp) // layers,
         matrices=found.matrices // layers // tp,
         active_matrices=(found.matrices - unused) // layers // tp,
+        last_product=found.last_products // layers // tp,
         experts=found.experts // layers // tp,
         embedding=_on_rank(found.outside, tp) - output - args.dim,
         head=output + args.dim,
@@ -170,7 +181,8 @@ class _ModelCounts(NamedTuple):
     """What the modules of a whole model show.
 
     Attributes:
-        matrices: parameters in the matrices of all layers; experts: those of experts among them.
+        matrices: parameters in the matrices of all layers; experts: those of experts among them; last_products: those
+            of each layer's last product.
         vectors: the other tensors of all layers.
         outside: tensors outside the layers; output: the output layer's.
         fused_norms, qk_norm: see Parameters; norms: of the width E in all layers.
@@ -178,6 +190,7 @@ class _ModelCounts(NamedTuple):
 
     matrices: int
     experts: int
+    last_products: int
     vectors: _Tensors
     outside: _Tensors
     output: _Tensors
@@ -206,6 +219,7 @@ def _read_model(architecture: str, args: ModelArgs) -> _ModelCounts:
     return _ModelCounts(
         matrices=matrices,
         experts=experts,
+        last_products=_weights(model, filter(None, args.last_products)),
         vectors=vectors,
         outside=_Tensors(_rows(parameter, name.rpartition(".")[0], roles) for name, parameter in outside),
         output=_Tensors([_rows(model.output.weight, "output", roles)]),

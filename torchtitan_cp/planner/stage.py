@@ -129,7 +129,26 @@ class PlannedStage:
     @cached_property
     def reduced_block(self) -> float:
         """Parameters of a layer whose gradients a rank reduces."""
-        return self.trained.block + self.trained.adapters if self.trained else self.gathered_block
+        return self.trained_block if self.trained else self.gathered_block
+
+    @property
+    def trained_block(self) -> float:
+        """Numbers of a layer that are trained, adapters among them."""
+        return self.trained.block + self.trained.adapters if self.trained else self.counts.block
+
+    def trained_outer(self, pp_rank: PlannedRank) -> int:
+        """Parameters outside the layers that are trained, on a pipeline rank."""
+        ends = pp_rank.is_first, pp_rank.is_last, self.args.tie_embeddings
+        return self.trained.outer(*ends) if self.trained else pp_rank.outer_parameters
+
+    @property
+    def unrepeated_product(self) -> float:
+        """Weights of a layer's last product, which a recomputed layer does not run again.
+
+        Uncompiled, it does if they are in NF4 or have an adapter, since these save tensors after the product.
+        """
+        repeated = self.trained.repeated_product if self.trained and not self.config.compile.enable else 0.0
+        return self.counts.last_product - repeated
 
     @cached_property
     def gathered_experts(self) -> float:

@@ -22,6 +22,10 @@ class LinearShape(LlamaArgs):
 
     slope: float = 0.1
 
+    @property
+    def last_products(self) -> tuple[str, ...]:
+        return tuple(f"layers.{number}.down" for number in range(self.n_layers))
+
     def linear_parameters(self) -> int:
         return self.n_layers * (4 * self.dim**2 + self.dim * self.ffn_dim * 2) + self.dim * self.vocab_size
 

@@ -76,6 +76,7 @@ def sign_descent(monkeypatch: pytest.MonkeyPatch) -> str:
     kind = OptimizerKind(
         "sign_descent",
         lambda settings: 0.0,
+        lambda settings: 12.0,
         lambda settings, n_experts, tp: {"optimizer": settings.name},
         lambda config, tp_degrees: None,
     )

@@ -13,7 +13,7 @@ from torchtitan_cp.config.training import Optimizer
 from torchtitan_cp.optim.build import build_optimizer
 from torchtitan_cp.optim.clip import square_norms, step_clipped
 from torchtitan_cp.optim.offload import keep_state_on_host
-from torchtitan_cp.optim.optimizers import OPTIMIZERS
+from torchtitan_cp.optim.optimizers import OPTIMIZERS, clip_bytes
 
 
 def small_model() -> nn.Module:
@@ -85,6 +85,9 @@ def test_gradients_are_read_once_by_a_fused_step_and_once_more_by_others(name: s
         step_clipped(optimizer, 10.0, 0.5)
     assert passes.operators[: len(read_by)] == read_by
     assert name == "muon" or len(set(passes.operators)) == 1, "an update for each group of parameters"
+    # A pass reads and writes, the fused kernel reads anyway.
+    assert clip_bytes(Optimizer(name=name)) == (4 if name == "adamw" else 8)
+    assert clip_bytes(Optimizer(name=name, state="8bit")) == 8
 
 
 def test_each_group_has_its_own_norm_and_a_nan_stays_in_its_group() -> None:

@@ -1,12 +1,17 @@
 """Muon against torch's own on one process."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.support.muon_net import SETTINGS, NetWithExperts, gradients, small_net, train
 from torchtitan_cp.optim.build import build_optimizer
 from torchtitan_cp.optim.muon import orthogonalize
+from torchtitan_cp.optim.optimizers import MUON
 
 
 def test_matrices_of_the_blocks_are_muons_and_all_else_is_adamws() -> None:
@@ -57,3 +62,28 @@ def test_singular_values_come_near_one_and_a_zero_matrix_stays_zero(shape: tuple
     assert values.min() > 0.5
     assert values.max() < 1.3
     assert not orthogonalize(torch.zeros(shape)).any()
+
+
+class MovedBytes(TorchDispatchMode):
+    """Adds up what operators that are no matrix products read and write, by the sizes of their tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func._schema.name not in ("aten::mm", "aten::addmm"):
+            self.count += sum(x.nbytes for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor))
+        return result
+
+
+@pytest.mark.parametrize("shape", [(96, 256), (256, 96)])
+def test_an_update_moves_the_bytes_that_the_planner_counts(shape: tuple[int, int]) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(*shape)])  # its bias, which is AdamW's, is small
+    optimizer = build_optimizer(model, SETTINGS, compute_dtype=torch.bfloat16)
+    train(model, optimizer, 1)  # makes the momentum
+    for parameter, gradient in zip(model.parameters(), gradients(model, 1), strict=True):
+        parameter.grad = gradient
+    with MovedBytes() as moved:
+        optimizer.step()
+    assert moved.count / (shape[0] * shape[1]) == pytest.approx(MUON.update_bytes(SETTINGS), abs=2.5)

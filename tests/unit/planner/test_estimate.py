@@ -1,16 +1,31 @@
 """Estimates that follow from what changes: lengths, ranks, networks, activation modes and kernels."""
 
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.functional import rms_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import ARCHITECTURES
-from tests.support.long_plans import LONG, estimates
+from models.llama import Llama
+from tests.support.long_plans import LONG, alone, estimates
+from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config import load_config
+from torchtitan_cp.config.training import Lora
 from torchtitan_cp.parallel.activation import checkpointed
+from torchtitan_cp.parallel.lora import apply_lora
+from torchtitan_cp.parallel.nf4 import GROUP, PRODUCT, fill_tables
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import _fsdp_exposed, _outer_seconds, plan_config
 from torchtitan_cp.planner.parameters import total_parameters
+from torchtitan_cp.training.model import LayerAttention, cast_parameters
 from torchtitan_cp.training.registry import register
 
 
@@ -170,19 +185,86 @@ def test_tiles_of_an_mlp_run_again_for_themselves_and_not_with_their_block(
     assert seconds == pytest.approx(times * forward / (989e12 * whole.cluster.accelerator.linear))
 
 
+def quantized_flops(x: torch.Size, rows: torch.Size, *_: object, **__: object) -> int:
+    return 2 * math.prod(x[:-1]) * rows[0] * GROUP
+
+
+def count_flops(forward: Callable[..., Tensor], inputs: Sequence[object], *, compiled: bool) -> int:
+    """FLOPs of a forward and its backward. Around compiled code torch's counter would keep it from running."""
+    counters = list[FlopCounterMode]()
+
+    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def with_counter(*inputs: object) -> Any:
+            counter = FlopCounterMode(display=False, custom_mapping={PRODUCT._overloadpacket: quantized_flops})
+            counters.append(counter)
+            with counter:
+                return run(*inputs)
+
+        return with_counter
+
+    def forward_backward(*inputs: object) -> None:
+        forward(*inputs).sum().backward()
+
+    if compiled:
+
+        def count_graph(graph: torch.fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+            return make_boxed_func(counted(graph.forward))
+
+        partition = min_cut_rematerialization_partition
+        backend = aot_autograd(fw_compiler=count_graph, bw_compiler=count_graph, partition_fn=partition)
+        forward = torch.compile(forward, backend=backend, fullgraph=True)
+        forward_backward(*inputs)
+        assert len(counters) == 2
+    else:
+        counted(forward_backward)(*inputs)
+    return sum(counter.get_total_flops() for counter in counters)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_recomputed_block_does_not_repeat_its_last_product(compiled: bool) -> None:
+def test_a_recomputed_block_does_not_repeat_its_last_product_unless_a_norm_follows(compiled: bool) -> None:
     up, down, x = (torch.randn(shape, requires_grad=True) for shape in ((8, 32), (32, 8), (4, 8)))
-    block = checkpointed(lambda rows: torch.relu(rows @ up) @ down, "full", None, compiled=compiled)
-    run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
-    run(x).sum().backward()  # compiles
-    with FlopCounterMode(display=False) as counter:
-        run(x).sum().backward()
-    assert counter.get_total_flops() == (6 * 2 + 2) * 4 * 8 * 32
+    weight = torch.ones(8, requires_grad=True)
+
+    def block(rows: Tensor, norm: bool) -> Tensor:
+        out = torch.relu(rows @ up) @ down
+        return rms_norm(out, (8,), weight) if norm else out
+
+    again = checkpointed(block, "full", None, compiled=compiled)
+    for norm, products in ((False, 1), (True, 2)):
+        assert count_flops(again, [x, norm], compiled=compiled) == (6 * 2 + 2 * products) * 4 * 8 * 32
     none, full = (estimates(LONG, f"--activation.checkpoint={mode}")[0] for mode in ("none", "full"))
     again = full.seconds["linear layers"] - none.seconds["linear layers"]
     matrices = full.counts.active_matrices - 4096 * 14336
     assert again == pytest.approx(32 * 2 * matrices * 4_194_304 / 64 / (989e12 * full.cluster.accelerator.linear))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("options", "repeats"),
+    [
+        ({"targets": ("wq", "w2")}, True),
+        ({"targets": ("wq",)}, False),
+        ({"targets": ("wq",), "base": "nf4"}, True),
+    ],
+)
+def test_uncompiled_a_recomputed_block_repeats_a_last_product_with_an_adapter_or_in_nf4(
+    options: dict[str, Any], repeats: bool, compiled: bool
+) -> None:
+    """It saves the narrow rows of an adapter behind the product, and NF4's own operator saves when it has run."""
+    sizes = "{dim = 128, n_layers = 1, n_heads = 4, n_kv_heads = 2, head_dim = 32, ffn_dim = 256, vocab_size = 128}"
+    chosen = [f"--lora.{name}={json.dumps(value)}" for name, value in {"rank": 4, **options}.items()]
+    planned = alone(f"--model.overrides={sizes}", f"--compile.enable={json.dumps(compiled)}", *chosen)
+    model = Llama(planned.args, LayerAttention())
+    apply_lora(model, Lora(4, **options))
+    fill_tables(cast_parameters(model, torch.float32), torch.device("cpu"))
+    model.set_rope([1.0] * 16, 1.0, torch.device("cpu"))
+    plan, forward = make_plan(32), model.layers["0"].forward
+    inputs = torch.randn(1, 32, 128, requires_grad=True), *model._rotations(plan.positions), {0: plan}
+    again = checkpointed(forward, "full", None, compiled=compiled)
+    once, twice = (count_flops(run, inputs, compiled=compiled) for run in (forward, again))
+    assert (planned.unrepeated_product == 0) == (repeats and not compiled)
+    weights = planned.counts.active_matrices + planned.trained.adapters - planned.unrepeated_product
+    assert twice - once == pytest.approx(2 * 32 * weights, rel=1e-2)  # without the last adapter's second matrix
 
 
 def test_weights_that_are_freed_are_gathered_again_for_each_forward_and_backward() -> None:

@@ -86,6 +86,23 @@ def test_norms_behind_the_attention_and_the_mlp_are_kept_too(tmp_path: Path) -> 
     assert block_bytes(two).more_norms == 0
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_layer_that_ends_with_a_norm_repeats_its_last_product(tmp_path: Path, family: str) -> None:
+    """As the operators of both do, by tests/unit/models/huggingface/test_probe.py."""
+    config = {"model_type": family, "layer_types": ["sliding_attention", "full_attention"] * 2, **SIZES, **HEADS}
+    cluster = make_cluster("h100-80g", ranks_per_node=4)
+    text = of_config(tmp_path, config)
+    full, none = (
+        plan_config(write(tmp_path, text, STAGES.replace('"full"', f'"{mode}"')), cluster)[0]
+        for mode in ("full", "none")
+    )
+    left_out = 704 * 256 if family == "llama" else 0
+    assert full.counts.last_product == left_out
+    again = full.seconds["linear layers"] - none.seconds["linear layers"]
+    flops = 4 * 2 * (full.counts.active_matrices - left_out) * 4096 * full.stage.micro_batches
+    assert again == pytest.approx(flops / (989e12 * cluster.accelerator.linear))
+
+
 def test_layers_with_other_heads_are_planned_by_their_own() -> None:
     # Full attention has heads twice as wide: the work of both kinds is that of their own dims.
     config = {"model_type": "gemma4_text", **SIZES, **HEADS, "layer_types": ["sliding_attention", "full_attention"] * 2}

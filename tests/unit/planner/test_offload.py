@@ -1,17 +1,20 @@
 """What copies to the host and back, and updates there, cost beside the work that hides them."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from models import ARCHITECTURES
 from tests.support.long_plans import LONG, alone, estimates
 from torchtitan_cp.config import load_config
+from torchtitan_cp.parallel.lora import apply_lora
 from torchtitan_cp.planner.devices import HOST_UPDATE_BANDWIDTH, PAGEABLE, make_cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
 from torchtitan_cp.planner.offload import HOST_UPDATE, OFFLOAD, exposed_copies, exposed_outer_copies
 from torchtitan_cp.planner.parameters import total_parameters
-from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.registry import empty_model, register
 
 RATE = 50e9  # bytes/s of an H100's link to its host
 FOUR = "--curriculum.stages=[{seq_len = 131072, steps = 1, global_batch_tokens = 524288}]"
@@ -37,6 +40,31 @@ def test_weights_come_with_each_gather_and_gradients_of_later_micro_batches_are_
     assert exposed_outer_copies(one, one.ranks[0]) == pytest.approx(2 * outer / RATE)
 
 
+@pytest.mark.parametrize("base", ["bfloat16", "nf4"])
+def test_frozen_weights_are_copied_as_they_are_stored(base: str) -> None:
+    """Those of a real model: in bf16 or NF4, and in fp32 what is trained, whose gradients alone come back."""
+    sizes = "{dim = 128, n_layers = 2, n_heads = 4, n_kv_heads = 2, head_dim = 32, ffn_dim = 256, vocab_size = 512}"
+    lora = ("--lora.rank=4", "--lora.train=['norm', 'embed']", f"--lora.base={base}")
+    planned = alone("--parallel.fsdp_cpu_offload=true", f"--model.overrides={sizes}", *lora)
+    config = planned.config
+    assert config.lora
+    model = empty_model(config.model, planned.args)
+    apply_lora(model, config.lora)
+
+    def bytes_of(parameters: Iterable[nn.Parameter], trained: bool) -> int:
+        return sum(p.nbytes for p in parameters if p.requires_grad or not trained)
+
+    block, everything = list(model.layers["0"].parameters()), list(model.parameters())
+    shard, gradients = (bytes_of(block, trained) for trained in (False, True))
+    assert 2 * gradients < shard
+    assert exposed_copies(planned, 0.0, 0.0) == pytest.approx(2 * shard / RATE)  # which hide the gradients' way out
+    kept = planned.with_config(config.with_keys(parallel={"fsdp_reshard": "never"}))
+    assert exposed_copies(kept, 0.0, 0.0) == pytest.approx((shard + gradients) / RATE)
+    outer = [bytes_of(everything, trained) - 2 * each for trained, each in ((False, shard), (True, gradients))]
+    assert exposed_outer_copies(planned, planned.ranks[0]) == pytest.approx(sum(outer) / RATE)
+    assert planned.host["weights"] >= bytes_of(everything, trained=False)
+
+
 def test_a_pipeline_copies_its_weights_once_a_step() -> None:
     pipeline = ("--parallel.pp=4", "--parallel.fsdp_cpu_offload=true", "--compile.enable=false")
     planned = estimates(LONG, *pipeline, nodes=32)[0]
@@ -53,8 +81,10 @@ def test_an_update_of_state_on_the_host_takes_its_copies_or_the_hosts_time() -> 
     on_device = there.seconds["optimizer"]
     assert there.offload_seconds == 0
     assert waiting.seconds["optimizer"] == on_host.seconds["optimizer"] == on_device
-    assert waiting.offload_seconds == pytest.approx(2 * 8 * parameters / RATE - on_device)  # in and out on one stream
-    assert on_host.seconds[HOST_UPDATE] == pytest.approx(7 * 4 * parameters / HOST_UPDATE_BANDWIDTH - on_device)
+    # In and out on one stream, beside the update; the norm comes before it.
+    assert waiting.offload_seconds == pytest.approx(2 * 8 * parameters / RATE - 7 / 9 * on_device)
+    moved = (7 + 2) * 4 * parameters  # the update; the norm reads the gradients, and clipping writes them
+    assert on_host.seconds[HOST_UPDATE] == pytest.approx(moved / HOST_UPDATE_BANDWIDTH - on_device)
     assert on_host.offload_seconds == on_host.seconds[HOST_UPDATE] + on_host.seconds[OFFLOAD]
 
 

@@ -4,20 +4,29 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from models import ARCHITECTURES
 from models.huggingface.args import HuggingFaceArgs, args_from_config
+from models.huggingface.model import HuggingFaceModel
 from models.huggingface.probe import FIXED
 from models.llama import FLAVORS
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, REFUSED, WINDOW
 from tests.support.huggingface_full_size import PUBLISHED
+from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config.sections import Model
+from torchtitan_cp.config.training import Activation, Compile
+from torchtitan_cp.data.batches.micro_batches import BatchLayout
 from torchtitan_cp.metrics.throughput import flops_per_token, layer_costs
+from torchtitan_cp.parallel.apply import wrap_blocks
 from torchtitan_cp.planner.parameters import count_parameters, total_parameters
+from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.registry import register
 
 LLAMA3_8B: dict[str, Any] = {
@@ -66,6 +75,35 @@ def test_sinks_experts_and_routers_are_found() -> None:
     layer = args.probe.layers[0]
     experts = 6 * 3 * 48 * 64
     assert layer.active_mlp_matrices == experts * 2 // 6 + 6 * 48  # a token meets two of six, and the router
+
+
+@deep_rows("family", FAMILIES, default=["Llama", "Gemma 3", "OLMo 3"])
+def test_the_product_that_a_recomputed_layer_does_not_run_again_is_found(family: str) -> None:
+    """All products of the layers run again but that one, by torch's count."""
+    args = tiny(family)
+    model, totals = HuggingFaceModel(args, LayerAttention()), list[int]()
+    model.reset_rope(32, torch.device("cpu"))
+    windows = {0, *(mixer.window for mixer in args.mixers)}
+    layout = BatchLayout(32, 1, 1, 1, 0, partial(make_plan), dict.fromkeys(windows, "ring"))
+    counter, marks = FlopCounterMode(display=False), list[int]()  # FLOPs before and behind each layer
+    for layer in model.layers.values():
+        layer.register_forward_pre_hook(lambda *_: marks.append(counter.get_total_flops()))
+        layer.register_forward_hook(lambda *_: marks.append(counter.get_total_flops()))
+    for checkpoint in ("none", "full"):
+        wrap_blocks(model, Activation(checkpoint=checkpoint), Compile(), "cpu")
+        with counter:
+            hidden = model(torch.arange(32)[None], torch.arange(32), layout.plans(None), lambda hidden, _: hidden)
+            hidden.sum().backward()
+            totals.append(counter.get_total_flops())
+    of_layers = sum(marks[1 : 2 * args.n_layers : 2]) - sum(marks[: 2 * args.n_layers : 2])
+    left_out = sum(model.get_parameter(f"{name}.weight").numel() for name in args.last_products if name)
+    assert totals[1] - totals[0] == pytest.approx(of_layers - 2 * 32 * left_out, rel=1e-2)
+
+
+def test_a_norm_behind_the_mlp_is_found() -> None:
+    assert tiny("Llama").last_products == ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
+    assert tiny("GPT-2").last_products == ("transformer.h.0.mlp.c_proj", "transformer.h.1.mlp.c_proj")
+    assert tiny("Gemma 3").last_products == tiny("OLMo 3").last_products == tiny("Mixtral").last_products == ("", "")
 
 
 def test_values_narrower_than_keys_and_a_scale_that_follows_yarn_are_found() -> None:
