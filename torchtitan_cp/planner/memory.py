@@ -9,7 +9,7 @@ from torchtitan_cp.planner.recurrence import recurrence_phases
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import FP32_BYTES, RING, STRATEGY_COSTS
 
-BF16_BYTES = 2
+BF16_BYTES = 2  # of BASE_DTYPE in parallel/lora.py, which imports DTensor
 KINDS = ("weights", "gradients", "optimizer", "block_inputs", "attention", "mlp", "loss", "communication")
 
 

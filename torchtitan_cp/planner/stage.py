@@ -36,7 +36,7 @@ class PlannedRank:
         pipeline_stages: number of pipeline stages.
         kept_layers: layers times the micro-batches whose activations are held at once.
         is_first, is_last: whether it has the embedding before the first layer, and the output layer.
-        outer_parameters: of embedding, last norm and output, before FSDP shards them; parameters: all of the rank's.
+        outer_parameters: of embedding, last norm and output, before FSDP shards them.
         trained: numbers that are trained, adapters among them; frozen: parameters that are not.
     """
 
@@ -47,7 +47,6 @@ class PlannedRank:
     is_first: bool
     is_last: bool
     outer_parameters: int
-    parameters: int
     trained: float
     frozen: float
 
@@ -197,8 +196,7 @@ class PlannedStage:
         if lora := self.trained:
             whole = len(layers) * lora.block + lora.outer(is_first, is_last, self.args.tie_embeddings)
             trained, frozen = whole + len(layers) * lora.adapters, parameters - whole
-        of_rank = outer, parameters, trained, frozen
-        return PlannedRank(len(layers), windows, len(numbers), kept, is_first, is_last, *of_rank)
+        return PlannedRank(len(layers), windows, len(numbers), kept, is_first, is_last, outer, trained, frozen)
 
     def _waiting_forwards(self, rank: int, per_rank: int) -> int:
         """Most forwards of pipeline stages that wait for their backward on a rank. Source: Narayanan et al., 2021."""
