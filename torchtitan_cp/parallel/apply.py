@@ -130,8 +130,32 @@ def apply_fsdp(
         )
         if module_mesh.size() > 1:  # one rank would divide its gradients by 1, a pass over them
             module.set_gradient_divide_factor(1.0)
+        else:
+            module.set_custom_reduce_scatter(OneRankReduceScatter())
         # gloo has no scaled sum, which a divide factor would otherwise ask for.
         module.set_force_sum_reduction_for_comms(True)
+
+
+class OneRankReduceScatter:
+    """FSDP's buffers for the gradients of a group of parameters where one rank has them all: one in place of two.
+
+    FSDP copies gradients to a buffer in the dtype of the reduction, asks for another one to reduce them to, and with
+    one rank copies the first to the second. A copy of a tensor to itself does nothing: that saves 8 bytes a parameter
+    of traffic, and 4 of memory.
+    """
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer that gradients are copied to, `[N]`, and when FSDP asks again the same for their sums."""
+        if self.buffer is None:
+            self.buffer = torch.empty(*size, dtype=dtype, device=device)
+            return self.buffer
+        buffer, self.buffer = self.buffer, None
+        if torch.cuda.is_available() and buffer.is_cuda:  # FSDP reduces, adds up and offloads on a stream of its own
+            buffer.record_stream(torch.cuda.current_stream(device))
+        return buffer
 
 
 def shared_modules(layers: Sequence[nn.Module]) -> list[nn.Module]:

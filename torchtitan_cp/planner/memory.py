@@ -280,9 +280,11 @@ def _block_phases(
     args, c, tp, activation = planned.args, planned.element_bytes, planned.degrees.tp, planned.config.activation
     mode, tiles = activation.checkpoint, activation.mlp_tiles
     output = -(-args.vocab_size // tp) * args.dim * c if pp_rank.is_last and planned.trains_output else 0
-    # A block's whole gradients, and those of the previous one in transit; for experts that are wrapped apart only one
-    # of the two. In a pipeline they add up until the step's end.
-    reduced = planned.reduced_block * (c + planned.reduce_bytes) + output
+    # A block's whole gradients, and those of the previous one in transit, which on one rank are its shards already; for
+    # experts that are wrapped apart only one of the two. In a pipeline they add up until the step's end.
+    one_rank = planned.degrees.fsdp * planned.degrees.dp_replicate == 1
+    stay = one_rank and planned.reduce_bytes == FP32_BYTES and not planned.config.parallel.fsdp_cpu_offload
+    reduced = planned.reduced_block * (c + (0 if stay else planned.reduce_bytes)) + output
     if not planned.trained:
         reduced -= planned.gathered_experts * min(c, planned.reduce_bytes)
     traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)

@@ -34,7 +34,7 @@ class Moved(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.__name__
-        if any(part in name for part in MOVES):
+        if any(part in name for part in MOVES) and not (name.startswith("copy_") and args[0] is args[1]):
             written = tree_leaves((result, (kwargs or {}).get("out"))) if "copy_" not in name else tree_leaves(args[0])
             read = tree_leaves(args[1:]) if name.startswith(("copy_", "_foreach_copy_")) else tree_leaves(args)
             self.by_name[name] += sum(x.nbytes for x in (*read, *written) if isinstance(x, Tensor))
@@ -67,23 +67,23 @@ def compare(path: Path, micro_batches: int, *overrides: str) -> tuple[bool, floa
 @pytest.mark.parametrize(
     ("number", "options", "most", "less"),
     [
-        (1, (), 2 * 20 + 6 + 10 + 16, 8),
-        (1, ("--parallel.fsdp_reshard=never",), 10 + 6 + 10 + 16, 18),
-        (1, ("--training.reduce_dtype=bfloat16",), 86, 0),  # sums in bf16 would lose digits
-        (2, ("--parallel.fsdp_reshard=never",), 70, 11),
+        (1, (), 3 * 20 + 6 + 10 + 10 + 8, 8),
+        (1, ("--parallel.fsdp_reshard=never",), 10 + 6 + 10 + 10 + 8, 28),
+        (1, ("--training.reduce_dtype=bfloat16",), 3 * 20 + 10 + 22 + 22, 0),  # sums in bf16 would lose digits
+        (2, ("--parallel.fsdp_reshard=never",), 56, 22),
     ],
     ids=["one rank", "one rank, weights stay", "one rank, bf16", "two ranks, weights stay"],
 )
-def test_a_step_of_two_micro_batches_has_the_same_bits_and_moves_fewer_bytes(
+def test_a_step_of_three_micro_batches_has_the_same_bits_and_moves_fewer_bytes(
     ranks: Callable[[int], RankPool], tmp_path: Path, number: int, options: tuple[str, ...], most: float, less: float
 ) -> None:
     """In bytes a parameter.
 
     A gather on one rank casts and copies, 10; on two it goes through a buffer, 11 as counted here. On one rank
-    gradients go to fp32 and to their shards, 6 and 8; in each micro-batch but the first they are added there, 12. Sums
-    that wait take 6 in the first, 10 in each other, and at the end 16.
+    gradients are cast to fp32 shards, 6; in each micro-batch but the first they are added there, 12. Sums that wait
+    take 6 in the first, 10 in each other, and at the end 8.
     """
-    for same, before, after in ranks(number)(compare, write_run(tmp_path), 2, *options):
+    for same, before, after in ranks(number)(compare, write_run(tmp_path), 3, *options):
         assert same
-        assert after < most + 4  # of activations and the loss
+        assert after < most + 6  # of activations and the loss
         assert before - after == pytest.approx(less, abs=0.5)

@@ -1,11 +1,11 @@
-"""Blocks that are compiled, and buffers beside offloaded parameters."""
+"""Blocks that are compiled, buffers beside offloaded parameters, and the gradients of one rank."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from torchtitan_cp.config.training import Activation, Compile
-from torchtitan_cp.parallel.apply import move_buffers, wrap_blocks
+from torchtitan_cp.parallel.apply import OneRankReduceScatter, move_buffers, wrap_blocks
 
 
 class Windowed(nn.Module):
@@ -37,3 +37,11 @@ def test_blocks_of_many_kinds_are_compiled_where_torch_would_stop_after_eight() 
             assert layer(hidden) == rows - window
             with torch.no_grad():
                 assert layer(hidden) == rows - window
+
+
+def test_one_rank_reduces_gradients_in_the_buffer_that_they_were_copied_to() -> None:
+    buffers = OneRankReduceScatter()
+    size, options = (8,), {"dtype": torch.float32, "device": torch.device("cpu")}
+    copied, reduced, of_next = (buffers.allocate(size, **options) for _ in range(3))
+    assert reduced is copied
+    assert of_next.data_ptr() != copied.data_ptr()
