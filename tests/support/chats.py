@@ -70,20 +70,19 @@ def write_tokenizer(folder: Path, **config: Any) -> Path:
 
 def write_llama_model(path: Path, **options: Any) -> Path:
     """A SentencePiece model with options as Llama 2's, that puts a space before a text. Returns its file."""
+    settings = {
+        "model_type": "bpe",
+        "vocab_size": 400,
+        "byte_fallback": True,
+        "split_digits": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "minloglevel": 2,
+    }
+    lines = iter(Path(__file__).read_text("utf-8").splitlines())
     with path.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(Path(__file__).read_text("utf-8").splitlines()),
-            model_writer=file,
-            model_type="bpe",
-            vocab_size=400,
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            minloglevel=2,
-            **options,
-        )
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **(settings | options))
     return path
 
 

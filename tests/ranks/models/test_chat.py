@@ -14,7 +14,7 @@ from tests.support.runs import TINY, prepared, train, write_run
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli import generate as program
 from torchtitan_cp.cli.command import run_command
-from torchtitan_cp.data.corpus.tokenizer import HuggingFaceTokenizer
+from torchtitan_cp.data.corpus.huggingface_tokenizer import HuggingFaceTokenizer
 from torchtitan_cp.training.chat import chat_template_of
 from torchtitan_cp.training.export import export
 

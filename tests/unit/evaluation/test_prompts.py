@@ -12,9 +12,9 @@ from tests.support.chats import write_llama_model
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.names import VARIANTS as CONFIG_VARIANTS
 from torchtitan_cp.config.run import Passkey
+from torchtitan_cp.data.corpus.huggingface_tokenizer import HuggingFaceTokenizer
 from torchtitan_cp.data.corpus.tokenizer import (
     ByteTokenizer,
-    HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
 )

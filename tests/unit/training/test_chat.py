@@ -11,7 +11,8 @@ from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.run import Passkey
 from torchtitan_cp.data.corpus.chat import ChatTemplate
-from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from torchtitan_cp.data.corpus.huggingface_tokenizer import HuggingFaceTokenizer
+from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from torchtitan_cp.evaluation.prompts import VARIANTS, PromptWriter
 from torchtitan_cp.training.chat import (
     chat_template_of,

@@ -1,8 +1,9 @@
 """Tokens that are found in a text before the vocabulary splits it: special ones and others that were added."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -34,11 +35,38 @@ class AddedToken:
         text = rf"(?<!\w){text}(?!\w)" if self.single_word else text
         return text + r"\s*" * self.rstrip
 
+    @property
+    def in_texts(self) -> list[str]:
+        """Texts that contain it, for a look whether a vocabulary reads it.
+
+        None if it is no word between marks, as `<s>` is: a file may call an ordinary piece special, such as a newline,
+        which documents need as it is.
+        """
+        content = self.content
+        is_name = re.fullmatch(r"\W.*\w.*\W", content, re.DOTALL)
+        return [content, f"a{content}a", f"a {content} a"] if is_name else []
+
+    @property
+    def first_character_pattern(self) -> str:
+        """A regular expression for the first character of this token's text, where the rest follows."""
+        first, rest = re.escape(self.content[0]), re.escape(self.content[1:])
+        return rf"(?<!\w){first}(?={rest}(?!\w))" if self.single_word else f"{first}(?={rest})"
+
+
+def token_starts(offsets: Iterable[tuple[int, int]]) -> np.ndarray:
+    """The character at which each token begins, `[n]` int64, with those before it that are in no token.
+
+    Args:
+        offsets: (start, stop) of each token's characters.
+    """
+    edges = np.fromiter(chain.from_iterable(offsets), dtype=np.int64)
+    return np.minimum(edges[::2], np.append(0, edges[1::2])[:-1])
+
 
 def encode_around_tokens(
     texts: Sequence[str],
     literals: Mapping[AddedToken, list[int] | None],
-    encode: Callable[[list[str], bool], list[tuple[ArrayLike, ArrayLike]]],
+    encode: Callable[[list[str], bool], list[tuple[ArrayLike, ArrayLike, int]]],
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens of texts in which some tokens are found first, and what lies between them is encoded.
 
@@ -47,8 +75,10 @@ def encode_around_tokens(
 
     Args:
         literals: tokens to find, at least one, with the ids that each becomes; None: it is found, so that no part of it
-            is, and stays text.
-        encode: (parts of text between them, whether they follow one) -> ids and starts of each part.
+            is, and stays text; no ids: the same, but the text is cut after its first character, so that the vocabulary
+            does not read it.
+        encode: (parts of text between them, whether they follow one) -> ids and starts of each part, and where its last
+            token ends. What follows that end belongs to the next token.
 
     Returns:
         for each text its token ids, `[n]` int32, and the character at which each begins, `[n]` int64.
@@ -77,6 +107,11 @@ def encode_around_tokens(
             ids = literals[token]
             if ids is None:
                 continue
+            if not ids:
+                yield begin + end, text[end : start + 1], []
+                yield begin + start + 1, "", []
+                end = start + 1
+                continue
             while token.lstrip and end < start and text[start - 1].isspace():
                 start -= 1
             yield begin + end, text[end:start], []
@@ -89,9 +124,13 @@ def encode_around_tokens(
     later = iter(encode([part for parts in rows for _, part, _ in parts[2::2]], True))
 
     def joined(parts: list[tuple[int, str, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
-        ids, starts = list[np.ndarray](), list[np.ndarray]()
+        ids, starts, end = list[np.ndarray](), list[np.ndarray](), 0
         for index, (start, _, literal) in enumerate(parts):
-            tokens, begins = (literal, [0] * len(literal)) if index % 2 else next(later if index else first)
+            if index % 2:
+                tokens, begins, start = literal, [0] * len(literal), end
+            else:
+                tokens, begins, length = next(later if index else first)
+                end = start + length
             ids.append(np.asarray(tokens, dtype=np.int32))
             starts.append(np.asarray(begins, dtype=np.int64) + start)
         return np.concatenate(ids), np.concatenate(starts)

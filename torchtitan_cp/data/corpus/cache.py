@@ -37,7 +37,7 @@ from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION, CHAT_VERSION, RECIPE_VERSION = 2, 6, 1  # of tokens, of conversations, and of a tokenizer's training
+FORMAT_VERSION, CHAT_VERSION, RECIPE_VERSION = 2, 7, 1  # of tokens, of conversations, and of a tokenizer's training
 LOCK_FILE = ".lock"
 PARTIAL = ".partial"
 KEY_CHARACTERS = 24

@@ -1,42 +1,33 @@
 """Text to tokens and back, by SentencePiece, by bytes or by a Hugging Face tokenizer.json."""
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import sentencepiece
 from numpy.typing import ArrayLike
 
-from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus.added_tokens import AddedToken, encode_around_tokens
+from torchtitan_cp.data.corpus.added_tokens import AddedToken, encode_around_tokens, token_starts
+from torchtitan_cp.data.corpus.huggingface_tokenizer import HuggingFaceTokenizer
 from torchtitan_cp.data.corpus.tokenizer_files import (
     CONFIG_FILE,
     JSON_FILE,
     MODEL_FILE,
     SPECIAL_FILES,
     TokenizerFiles,
+    fingerprint_of,
+    not_a_model,
+    read_model,
     read_own_added,
     read_tokenizer_files,
 )
 from torchtitan_cp.data.errors import DataError
 
-if TYPE_CHECKING:
-    import tokenizers
-
 END_NAME = "</s>"  # of bytes, and of a tokenizer trained on the corpus
-DEEPSEEK_END_NAME = "<\uff5cend\u2581of\u2581sentence\uff5c>"
-TURN_END_NAMES = ("<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>")
-# Where no file names the token that ends a document, it is the first of these that is a special token of the tokenizer.
-# Source: the tokenizer.json of released checkpoints.
-END_NAMES = (END_NAME, "<eos>", "<|endoftext|>", "<|end_of_text|>", DEEPSEEK_END_NAME, "<EOS_TOKEN>", *TURN_END_NAMES)
 SPACE_MARK = "\u2581"
 NO_PREFIX = b"\x1a\x02\x18\x00"  # after a SentencePiece model: normalizer_spec { add_dummy_prefix: false }, in protobuf
 # Files that transformers writes with a tokenizer.
@@ -69,15 +60,15 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, path: Path, bos: bool = True) -> None:
-        model = _read_file(path)
+        model = read_model(path)
         self.path: Path | None = path
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
             self._pieces: int = self._processor.vocab_size()
         except (RuntimeError, OSError) as error:
-            raise _not_a_model(path, "a SentencePiece model", error) from error
+            raise not_a_model(path, "a SentencePiece model", error) from error
         if not self._pieces:
-            raise _not_a_model(path, "a SentencePiece model", "it is empty")
+            raise not_a_model(path, "a SentencePiece model", "it is empty")
         files, names = read_tokenizer_files(path.parent), self._own_names()
         own = {name: text for name, text in names.items() if name not in files.named or name == "eos_token"}
         self.special_tokens = own | files.names
@@ -97,12 +88,15 @@ class SentencePieceTokenizer:
         own_ids = {AddedToken(text, special=True): self._piece_id(text) for text in (*self._control(), *names.values())}
         changed = [f"{token} {index}" for token, index in self.added.items() if own_ids.get(token) != index]
         changed += [self.eos_token] * (self.eos_token != names.get("eos_token"))
-        self.fingerprint = _fingerprint(model + "".join(sorted(changed)).encode(), self.bos_ids)
+        known = [token for token in self.added if self._knows(token)]
+        changed += [f"cut {token.content}" for token in known]
+        self.fingerprint = fingerprint_of(model + "".join(sorted(changed)).encode(), self.bos_ids)
         self.spaces: str = self._processor.normalize("   a")
         self.threads = usable_cores()
         self._chat_literals = {token: [index] for token, index in self.added.items()} | self._find_marks()
         self._literals = {token: None if token.special else row for token, row in self._chat_literals.items()}
-        read = [token.pattern for token, row in self._literals.items() if row]
+        self._literals |= {token: [] for token in known}
+        read = [token.pattern for token, row in self._literals.items() if row is not None]
         self._has_literal = re.compile("|".join(read)).search if read else lambda text: None
         # What ids decode to that SentencePiece does not know, or knows by another text.
         texts = {index: "" if token.special else token.content for token, index in self.added.items()}
@@ -139,6 +133,11 @@ class SentencePieceTokenizer:
         index: int = self._processor.piece_to_id(text)
         return index if self._processor.id_to_piece(index) == text else -1
 
+    def _knows(self, token: AddedToken) -> bool:
+        """Whether the model itself reads a special token from plain text, as it does user-defined pieces."""
+        texts = token.in_texts if token.special else []
+        return any(self.added[token] in row for row in self._processor.encode(texts))
+
     def _find_marks(self) -> dict[AddedToken, list[int]]:
         """U+2581 and the byte tokens that spell it; empty if the model is not lossless anyway.
 
@@ -166,17 +165,21 @@ class SentencePieceTokenizer:
         """Tokens of conversations as a chat template writes them: special tokens are read from the text.
 
         For `sentencepiece` these are the control pieces and added tokens, for `bytes` it is eos_token. No token is
-        put before or after the text, and `sentencepiece` adds no space after a special token. Runs on all usable cores.
+        put before or after the text, and `sentencepiece` adds no space after a special token. Characters in no token,
+        such as spaces that the model drops, belong to the token after them. Runs on all usable cores.
 
         Returns:
             for each text its token ids, `[n]` int32, and the character at which each begins, `[n]` int64.
         """
         return encode_around_tokens(texts, self._chat_literals, self._encode_with_starts)
 
-    def _encode_with_starts(self, parts: list[str], behind: bool) -> list[tuple[ArrayLike, ArrayLike]]:
+    def _encode_with_starts(self, parts: list[str], behind: bool) -> list[tuple[ArrayLike, ArrayLike, int]]:
         processor = self._without_prefix if behind else self._processor
         rows = processor.encode(parts, return_type="offset_mapping", num_threads=self.threads)
-        return [(row["ids"], [start for start, _ in row["offsets"]]) for row in rows]
+        return [
+            (row["ids"], token_starts(row["offsets"]), max((stop for _, stop in row["offsets"]), default=0))
+            for row in rows
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, without special tokens."""
@@ -216,9 +219,10 @@ class ByteTokenizer:
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """(`[n]` ids, `[n]` characters at which they begin) of each text; eos_token in a text is the one token 256."""
 
-        def encode(parts: list[str], behind: bool) -> list[tuple[ArrayLike, ArrayLike]]:
+        def encode(parts: list[str], behind: bool) -> list[tuple[ArrayLike, ArrayLike, int]]:
             # A byte 10xxxxxx continues a character.
-            return [(ids, np.cumsum(ids & 0xC0 != 0x80) - 1) for ids in self.encode_batch(parts)]
+            rows = zip(self.encode_batch(parts), map(len, parts), strict=True)
+            return [(ids, np.cumsum(ids & 0xC0 != 0x80) - 1, length) for ids, length in rows]
 
         return encode_around_tokens(texts, {token: [index] for token, index in self.added.items()}, encode)
 
@@ -229,93 +233,6 @@ class ByteTokenizer:
     def vocabulary(self) -> dict[int, str]:
         """The bytes, named as SentencePiece names its byte pieces."""
         return {byte: f"<0x{byte:02X}>" for byte in range(256)}
-
-
-class HuggingFaceTokenizer:
-    """A tokenizer.json, read by the `tokenizers` package and its Rust threads.
-
-    Args:
-        path: the tokenizer.json.
-        bos: whether documents begin with what its post-processor puts before a text. As in transformers,
-            tokenizer_config.json has no say in this.
-
-    Raises:
-        DataError: the package is missing, or the file is not a tokenizer.json with an end-of-text token.
-    """
-
-    def __init__(self, path: Path, bos: bool = True) -> None:
-        content = _read_file(path)
-        self.path: Path | None = path
-        library = import_extra("tokenizers", extra="hub", needed_by="tokenizer.kind = 'huggingface'")
-        try:
-            self._tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # the package raises bare Exception
-            raise _not_a_model(path, "a tokenizer.json", error) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # "</s>" written in a document does not end it
-        files, own = read_tokenizer_files(path.parent), self._read_added()
-        tokens = files.added(own, {})
-        self._tokenizer.add_tokens([library.AddedToken(**asdict(token)) for token in tokens])
-        by_id = self._read_added()
-        self.added = {token: index for index, token in by_id.items()}
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        special = {token.content for token in self.added if token.special}
-        guess = next((name for name in END_NAMES if name in special), None)
-        eos_token = files.names.get("eos_token", guess)
-        if eos_token is None:
-            raise DataError(
-                f"the tokenizer {path} has no end-of-text token: no file beside it names an eos_token, and its special "
-                f"tokens have none of {', '.join(END_NAMES)}",
-                fix=f"name it as eos_token in a {CONFIG_FILE} beside it",
-            )
-        self.eos_id, self.eos_token = self._tokenizer.token_to_id(eos_token), eos_token
-        self.special_tokens = {"eos_token": eos_token, **files.names}
-        whole, text = (self._tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
-        before: list[int] = next((whole[:at] for at in range(len(whole)) if whole[at : at + len(text)] == text), [])
-        self.bos_ids = before if bos else []
-        changed = repr(sorted(by_id.items())) if by_id != own else ""
-        self.fingerprint = _fingerprint(content + (eos_token + changed).encode(), self.bos_ids)
-
-    def _read_added(self) -> dict[int, AddedToken]:
-        """The added tokens by id."""
-        flags = [field.name for field in fields(AddedToken)]
-        added = self._tokenizer.get_added_tokens_decoder()
-        return {index: AddedToken(**{flag: getattr(token, flag) for flag in flags}) for index, token in added.items()}
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, `[tokens]` int32, on all cores. A special token's text is split like any other."""
-        rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(row.ids, dtype=np.int32) for row in rows]
-
-    def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(`[n]` ids, `[n]` characters at which they begin) of each text, with special tokens read from the text.
-
-        Characters in no token, such as spaces, belong to the token after them.
-        """
-        self._tokenizer.encode_special_tokens = False
-        rows = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        self._tokenizer.encode_special_tokens = True
-
-        def starts(row: "tokenizers.Encoding") -> np.ndarray:
-            offsets = np.fromiter(chain.from_iterable(row.offsets), dtype=np.int64)
-            return np.minimum(offsets[::2], np.append(0, offsets[1::2])[:-1])
-
-        return [(np.asarray(row.ids, dtype=np.int32), starts(row)) for row in rows]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
-
-    def vocabulary(self) -> dict[int, str]:
-        """The pieces by id, without special and added tokens."""
-        added = set(self.added.values())
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
-        return {index: piece for piece, index in vocabulary.items() if index not in added}
-
-
-def _fingerprint(content: bytes, bos_ids: list[int]) -> str:
-    return hashlib.sha256(content + f"bos {bos_ids}".encode() * bool(bos_ids)).hexdigest()
 
 
 Tokenizer = SentencePieceTokenizer | ByteTokenizer | HuggingFaceTokenizer
@@ -409,19 +326,3 @@ def use_one_thread(tokenizer: Tokenizer) -> None:
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"tokenizer.path = {str(path)!r} cannot be read: {error.strerror}", fix="give the path of a model file"
-        ) from error
-
-
-def _not_a_model(path: Path, expected: str, reason: object) -> DataError:
-    return DataError(
-        f"tokenizer.path = {str(path)!r} is not {expected}: {reason}",
-        fix="give another file, or set tokenizer.kind to what it is (sentencepiece or huggingface)",
-    )

@@ -1,5 +1,6 @@
 """What the JSON files beside a tokenizer say of its special and added tokens, read as transformers 5 reads them."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -165,6 +166,29 @@ def name_tokenizer_file(settings: Tokenizer) -> Tokenizer:
         fix="give the folder or the path of a tokenizer.model (kind = 'sentencepiece') or tokenizer.json "
         "(kind = 'huggingface')",
     )
+
+
+def read_model(path: Path) -> bytes:
+    """The content of a tokenizer's file."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"tokenizer.path = {str(path)!r} cannot be read: {error.strerror}", fix="give the path of a model file"
+        ) from error
+
+
+def not_a_model(path: Path, expected: str, reason: object) -> DataError:
+    """The error for a file that is not `expected`."""
+    return DataError(
+        f"tokenizer.path = {str(path)!r} is not {expected}: {reason}",
+        fix="give another file, or set tokenizer.kind to what it is (sentencepiece or huggingface)",
+    )
+
+
+def fingerprint_of(content: bytes, bos_ids: list[int]) -> str:
+    """sha256 (hex) of what a tokenizer is, and of what it puts before a document."""
+    return hashlib.sha256(content + f"bos {bos_ids}".encode() * bool(bos_ids)).hexdigest()
 
 
 @contextmanager

@@ -25,8 +25,9 @@ from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
 from torchtitan_cp.data.corpus.encoding import learned_tokens
+from torchtitan_cp.data.corpus.huggingface_tokenizer import HuggingFaceTokenizer
 from torchtitan_cp.data.corpus.records import BadRecordError
-from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
 from torchtitan_cp.data.errors import DataError
 
 TOOL_ROW = [

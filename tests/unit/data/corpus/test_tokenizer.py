@@ -24,10 +24,11 @@ from torchtitan_cp.config.data import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.added_tokens import AddedToken
 from torchtitan_cp.data.corpus.documents import Corpus
+from torchtitan_cp.data.corpus.encoding import learned_tokens
+from torchtitan_cp.data.corpus.huggingface_tokenizer import HuggingFaceTokenizer
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.tokenizer import (
     ByteTokenizer,
-    HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -141,6 +142,40 @@ def test_a_conversation_has_the_tokens_that_transformers_reads_from_the_same_sen
         assert [text[start:].startswith("[INST]") for start in starts] == (ids == instruction).tolist()
     [plain] = ours.encode_batch([texts[0]])
     assert not set(plain.tolist()) & set(ours.added.values())
+
+
+def test_a_user_defined_piece_that_a_file_makes_special_is_only_read_in_conversations(tmp_path: Path) -> None:
+    """As Gemma's <start_of_turn>, which its tokenizer.model reads from any text."""
+    path = write_llama_model(tmp_path / "tokenizer.model", user_defined_symbols=["<turn>", "<tool>"])
+    before = SentencePieceTokenizer(path)
+    config = {"eos_token": "</s>", "additional_special_tokens": ["<turn>"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = SentencePieceTokenizer(path)
+    [turn] = (index for token, index in tokenizer.added.items() if token.content == "<turn>")
+    texts = ["a<turn>b", "<turn>", "<tool><turn> <turn></s>", "<tur"]
+    plain, earlier = (each.encode_batch(texts) for each in (tokenizer, before))
+    assert [turn in row for row in earlier] == [True, True, True, False]
+    assert not any(turn in row for row in plain)
+    assert [tokenizer.decode(row) for row in plain] == texts
+    assert plain[2][1] == earlier[2][1]  # <tool>, which no file makes special
+    assert [row[0].tolist().count(turn) for row in tokenizer.encode_chat_batch(texts)] == [1, 1, 2, 0]
+    assert tokenizer.fingerprint != before.fingerprint
+
+
+def test_characters_that_a_model_drops_belong_to_the_token_after_them(tmp_path: Path) -> None:
+    """SentencePiece's own defaults drop spaces at the edges of a text and of what lies between special tokens."""
+    options = {"remove_extra_whitespaces": True, "control_symbols": ["[I]", "[/I]"]}
+    tokenizer = SentencePieceTokenizer(write_llama_model(tmp_path / "tokenizer.model", **options))
+    text = "  [I]  the  [/I] the the </s> "
+    [(ids, starts)] = tokenizer.encode_chat_batch([text])
+    names = {index: token.content for token, index in tokenizer.added.items()}
+    special = {
+        names[token]: start for token, start in zip(ids.tolist(), starts.tolist(), strict=True) if token in names
+    }
+    assert special == {"[I]": 0, "[/I]": text.index("  [/I]"), "</s>": text.index(" </s>")}
+    for start, stop in ((0, len(text)), (text.index("[/I]") + 4, len(text)), (text.index(" </s>"), len(text))):
+        mask = learned_tokens(starts, [(start, stop)])
+        assert mask.tolist() == [begin >= start for begin in starts]
 
 
 def test_a_batch_gives_what_each_text_alone_gives(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,130 @@
+"""A Hugging Face tokenizer.json, read by the package `tokenizers`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from itertools import takewhile
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from torchtitan_cp.config.extras import import_extra
+from torchtitan_cp.data.corpus.added_tokens import AddedToken, token_starts
+from torchtitan_cp.data.corpus.tokenizer_files import (
+    CONFIG_FILE,
+    fingerprint_of,
+    not_a_model,
+    read_model,
+    read_tokenizer_files,
+)
+from torchtitan_cp.data.errors import DataError
+
+DEEPSEEK_END_NAME = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+TURN_END_NAMES = ("<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>")
+# Where no file names the token that ends a document, it is the first of these that is a special token of the tokenizer.
+# Source: the tokenizer.json of released checkpoints.
+END_NAMES = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", DEEPSEEK_END_NAME, "<EOS_TOKEN>", *TURN_END_NAMES)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, read by the `tokenizers` package and its Rust threads.
+
+    Args:
+        path: the tokenizer.json.
+        bos: whether documents begin with what its post-processor puts before a text. As in transformers,
+            tokenizer_config.json has no say in this.
+
+    Raises:
+        DataError: the package is missing, or the file is not a tokenizer.json with an end-of-text token.
+    """
+
+    def __init__(self, path: Path, bos: bool = True) -> None:
+        content = read_model(path)
+        self.path: Path | None = path
+        library = import_extra("tokenizers", extra="hub", needed_by="tokenizer.kind = 'huggingface'")
+        try:
+            self._tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the package raises bare Exception
+            raise not_a_model(path, "a tokenizer.json", error) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        if had_dropout := bool(getattr(self._tokenizer.model, "dropout", None)):  # each pass would give other tokens
+            self._tokenizer.model.dropout = None
+        self._tokenizer.encode_special_tokens = True  # "</s>" written in a document does not end it
+        files, own = read_tokenizer_files(path.parent), self._read_added()
+        tokens = files.added(own, {})
+        self._tokenizer.add_tokens([library.AddedToken(**asdict(token)) for token in tokens])
+        by_id = self._read_added()
+        self.added = {token: index for index, token in by_id.items()}
+        known = self._cut_known(library)
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        special = {token.content for token in self.added if token.special}
+        guess = next((name for name in END_NAMES if name in special), None)
+        eos_token = files.names.get("eos_token", guess)
+        if eos_token is None:
+            raise DataError(
+                f"the tokenizer {path} has no end-of-text token: no file beside it names an eos_token, and its special "
+                f"tokens have none of {', '.join(END_NAMES)}",
+                fix=f"name it as eos_token in a {CONFIG_FILE} beside it",
+            )
+        self.eos_id, self.eos_token = self._tokenizer.token_to_id(eos_token), eos_token
+        self.special_tokens = {"eos_token": eos_token, **files.names}
+        self.bos_ids = self._read_opening() if bos else []
+        changed = repr(sorted(by_id.items())) if by_id != own else ""
+        changed += "no dropout" * had_dropout + "".join(f"cut {token.content}" for token in known)
+        self.fingerprint = fingerprint_of(content + (eos_token + changed).encode(), self.bos_ids)
+
+    def _read_added(self) -> dict[int, AddedToken]:
+        """The added tokens by id."""
+        flags = [field.name for field in fields(AddedToken)]
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {index: AddedToken(**{flag: getattr(token, flag) for flag in flags}) for index, token in added.items()}
+
+    def _cut_known(self, library: ModuleType) -> list[AddedToken]:
+        """Let plain text be cut inside the texts of special tokens that the vocabulary itself reads; returns these.
+
+        Unigram and WordLevel read every token of their vocabulary, and BPE those that its merges make.
+        """
+        special = sorted((token for token in self.added if token.special), key=lambda token: self.added[token])
+        tried = [(token, text) for token in special for text in token.in_texts]
+        rows = self._tokenizer.encode_batch_fast([text for _, text in tried], add_special_tokens=False)
+        found = {token for (token, _), row in zip(tried, rows, strict=True) if self.added[token] in row.ids}
+        known = [token for token in special if token in found]
+        if known:
+            pattern = library.Regex("|".join(token.first_character_pattern for token in known))
+            split, before = library.pre_tokenizers.Split(pattern, "isolated"), self._tokenizer.pre_tokenizer
+            self._tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([before, split] if before else [split])
+        return known
+
+    def _read_opening(self) -> list[int]:
+        """The ids that the post-processor puts before a text. The text is a token that every vocabulary has."""
+        self._tokenizer.encode_special_tokens = False
+        found = self._tokenizer.encode(self.eos_token)
+        self._tokenizer.encode_special_tokens = True
+        pairs = takewhile(lambda pair: pair[1] is None, zip(found.ids, found.sequence_ids, strict=True))
+        return [index for index, _ in pairs]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, `[tokens]` int32, on all cores. A special token's text is split like any other."""
+        rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(row.ids, dtype=np.int32) for row in rows]
+
+    def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(`[n]` ids, `[n]` characters at which they begin) of each text, with special tokens read from the text.
+
+        Characters in no token, such as spaces, belong to the token after them.
+        """
+        self._tokenizer.encode_special_tokens = False
+        rows = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        self._tokenizer.encode_special_tokens = True
+        return [(np.asarray(row.ids, dtype=np.int32), token_starts(row.offsets)) for row in rows]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+
+    def vocabulary(self) -> dict[int, str]:
+        """The pieces by id, without special and added tokens."""
+        added = set(self.added.values())
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        return {index: piece for piece, index in vocabulary.items() if index not in added}
