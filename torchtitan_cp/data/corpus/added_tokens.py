@@ -127,12 +127,13 @@ def encode_around_tokens(
         ids, starts, end = list[np.ndarray](), list[np.ndarray](), 0
         for index, (start, _, literal) in enumerate(parts):
             if index % 2:
-                tokens, begins, start = literal, [0] * len(literal), end
+                ids.append(np.asarray(literal, dtype=np.int32))
+                starts.append(np.full(len(literal), end, dtype=np.int64))
             else:
                 tokens, begins, length = next(later if index else first)
+                ids.append(np.asarray(tokens, dtype=np.int32))
+                starts.append(np.asarray(begins, dtype=np.int64) + start)
                 end = start + length
-            ids.append(np.asarray(tokens, dtype=np.int32))
-            starts.append(np.asarray(begins, dtype=np.int64) + start)
         return np.concatenate(ids), np.concatenate(starts)
 
     return [joined(parts) for parts in rows]

@@ -190,6 +190,8 @@ class CacheBuilder:
         if self.settings.trained:
             self._train_tokenizer(corpora.values())
         tokenizer = self._load_tokenizer(corpora.values())
+        if tokenizer.lost:
+            logger.warning(f"the tokenizer {tokenizer.path} drops {tokenizer.lost}, and has no token for the unknown")
         folders = {name: str(self._tokenize(name, corpus, tokenizer)) for name, corpus in corpora.items()}
         return {"tokenizer": str(tokenizer.path or ""), "folders": folders}
 

@@ -3,18 +3,17 @@
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.config.data import SourceKeys
-from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
+from torchtitan_cp.data.corpus.rendering import GENERATION_MARK, Messages, Ranges, render_template
 from torchtitan_cp.data.corpus.roles import FIELDS_BESIDE_MESSAGES, ROLES, known_roles, with_known_role, with_system
 from torchtitan_cp.data.corpus.store import read_json
 from torchtitan_cp.data.corpus.tokenizer import template_variables
@@ -27,12 +26,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"  # names of the templates for conversa
 SAMPLE_TOOLS: list[Json] = [
     {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
 ]
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-TODAY = datetime(2024, 7, 26)  # for every template, so that tokens depend on no day; the default of Llama 3.1's
 MAX_CHARACTERS = 10_000_000  # in a conversation, which is tokenized in one piece
-
-Messages = Sequence[Mapping[str, Json]]
-Ranges = list[tuple[int, int]]  # (start, stop) of characters, in order and apart from each other
 
 
 @dataclass(frozen=True)
@@ -84,22 +78,13 @@ class ChatTemplate:
             BadRecordError: the template refuses or cannot write them.
             DataError: the template is not valid Jinja.
         """
-        return self._render(messages, tools, add_generation_prompt=add_generation_prompt)[0]
+        return self._render(messages, tools, prompt=add_generation_prompt)[0]
 
-    def _render(self, messages: Messages, tools: Json, **settings: bool) -> tuple[str, Ranges]:
-        utils = import_extra("transformers.utils.chat_template_utils", extra="hub", needed_by="a chat template")
+    def _render(
+        self, messages: Messages, tools: Json, *, marks: bool = False, prompt: bool = False
+    ) -> tuple[str, Ranges]:
         source = self._choose(tools)[1]
-        # As apply_chat_template does: many templates would print the null.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        try:
-            # render_jinja_template takes no function as a variable, but gets the template from the same cache.
-            utils._compile_jinja_template(source).globals["strftime_now"] = TODAY.strftime
-            [text], marks = utils.render_jinja_template(
-                [given], tools=tools, chat_template=source, **self.variables, **settings
-            )
-        except Exception as error:  # a template raises whatever its author chose
-            raise BadRecordError("template error", f"{type(error).__name__}: {error}") from error
-        return text, marks[0] if marks else []
+        return render_template(source, messages, tools, self.variables, marks=marks, prompt=prompt)
 
     def render_with_mask(
         self, messages: Messages, tools: Json = None, loss_on: str = "assistant"
@@ -119,7 +104,7 @@ class ChatTemplate:
         """
         name, source = self._choose(tools)
         marked = GENERATION_MARK.search(source) is not None
-        text, marks = self._render(messages, tools, return_assistant_tokens_mask=marked)
+        text, marks = self._render(messages, tools, marks=marked)
         answers, learned = _answers(messages), learned_messages(messages, loss_on)
         fix = f"remove weight and train from messages, with loss_on = '{'assistant' if marked else 'all'}'"
         if not marked and loss_on != "all":
@@ -142,9 +127,7 @@ class ChatTemplate:
 
     def _has_one_mark_each(self, messages: Messages, answers: list[int], tools: Json, marks: int) -> bool:
         """Whether each answer adds one of the text's marks."""
-        found = [
-            len(self._render(messages[: index + 1], tools, return_assistant_tokens_mask=True)[1]) for index in answers
-        ]
+        found = [len(self._render(messages[: index + 1], tools, marks=True)[1]) for index in answers]
         return found == list(range(1, marks + 1))
 
     def _find_message(
@@ -233,6 +216,9 @@ def read_conversation(row: Mapping[str, object], source: SourceKeys, template: C
     text, learned = template.render_with_mask(messages, tools, source.loss_on)
     if re.search("[\ud800-\udfff]", text):
         raise BadRecordError("a lone surrogate")
+    for number, message in enumerate(messages, start=1):
+        if isinstance(message.get("content"), list) and str(message["content"]) in text:
+            raise BadRecordError("content of parts that the template prints as a list", f"message {number}")
     check_is_written(messages, tools, learned_messages(messages, source.loss_on), template.render)
     if not learned:
         raise BadRecordError("nothing to learn")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_cp.config.json_types import Json
+from torchtitan_cp.config.json_types import Json, JsonObject
 from torchtitan_cp.data.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -71,12 +71,40 @@ class BadRecordError(Exception):
     """A record cannot be read or learned from. Args: the kind of problem, which is counted, and details to log."""
 
 
+class RepeatedKeys:
+    """Builds the objects of a JSON text, and finds keys that one has twice, of which Python keeps the last value.
+
+    Called by a JSON decoder as its `object_pairs_hook`.
+    """
+
+    def __init__(self) -> None:
+        self.found = list[str]()
+
+    def __call__(self, pairs: list[tuple[str, Json]]) -> JsonObject:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            self.found += [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        return values
+
+    def check(self) -> None:
+        """Raise BadRecordError if a key was found, and forget it."""
+        found, self.found = self.found, []
+        if found:
+            raise BadRecordError("JSON object with a key twice", repr(found[0]))
+
+
 def parse_json(text: str, problem: str) -> Json:
-    """The value of a JSON text. Raises BadRecordError of kind `problem` if the text is not JSON."""
+    """The value of a JSON text.
+
+    Raises:
+        BadRecordError: an object of it has a key twice; or of kind `problem` if the text is not JSON.
+    """
+    repeated = RepeatedKeys()
     try:
-        value: Json = json.loads(text)
+        value: Json = json.loads(text, object_pairs_hook=repeated)
     except (ValueError, RecursionError) as error:
         raise BadRecordError(problem, str(error)) from error
+    repeated.check()
     return value
 
 

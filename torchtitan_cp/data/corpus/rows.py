@@ -19,7 +19,14 @@ import numpy as np
 
 from torchtitan_cp.config.data import SourceKeys
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.data.corpus.records import BadRecordError, Document, SkippedRecords, SourceFile, parse_json
+from torchtitan_cp.data.corpus.records import (
+    BadRecordError,
+    Document,
+    RepeatedKeys,
+    SkippedRecords,
+    SourceFile,
+    parse_json,
+)
 from torchtitan_cp.data.errors import DataError
 
 if sys.version_info >= (3, 14):
@@ -121,7 +128,8 @@ def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
 
 def _read_array(text: str, file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
     """The rows of a JSON array, one after the other; memory holds the text and one row."""
-    decoder, number, place = json.JSONDecoder(), 0, text.index("[") + 1
+    repeated, number, place = RepeatedKeys(), 0, text.index("[") + 1
+    decoder = json.JSONDecoder(object_pairs_hook=repeated)
     while not ARRAY_END.match(text, place):
         number += 1
         where = f"{file.path}:{number}"
@@ -131,6 +139,7 @@ def _read_array(text: str, file: SourceFile, source: SourceKeys, skipped: Skippe
         except (ValueError, RecursionError) as error:
             return skipped.add("rest of a damaged JSON array", f"{where} ({error})")
         with skipped.skipping(where):
+            repeated.check()
             yield read_row(row, number, file, file.size_bytes * place // len(text), source)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 TABLE_COLUMNS = 140
 # Kinds of conversations that are counted, beside those that cannot be read.
 CONVERSATION_COUNTS = ("conversation longer than max_document", "cut in a turn that is learned", "nothing to learn")
+UNKNOWN = "token for text that the tokenizer does not know"
 LONG_TOKENS = {"4K": 4096, "32K": 32768, "128K": 131072}
 
 
@@ -55,8 +56,8 @@ class SourceStatistics:
         train, validation: lengths of the documents that are kept.
         left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
         split_documents: documents of more than max_document tokens, before they were split.
-        skipped_records: number of records that could not be read, and of conversations that were cut or have nothing
-            to learn, by kind.
+        skipped_records: number of records that could not be read, of conversations that were cut or have nothing to
+            learn, and of tokens for unknown text, by kind.
     """
 
     train: LengthStatistics

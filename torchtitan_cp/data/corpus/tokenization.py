@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, pairwise
@@ -25,7 +25,7 @@ from torchtitan_cp.data.corpus import store
 from torchtitan_cp.data.corpus.documents import Corpus, key_hash
 from torchtitan_cp.data.corpus.encoding import Encoder, tokenize
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
-from torchtitan_cp.data.corpus.statistics import CONVERSATION_COUNTS, LengthStatistics, SourceStatistics
+from torchtitan_cp.data.corpus.statistics import CONVERSATION_COUNTS, UNKNOWN, LengthStatistics, SourceStatistics
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
@@ -255,8 +255,10 @@ class Tokenization:
         store.append_to(self.folder / UNIGRAM_FILE, b"")  # waits for the disk
         train, held_out = (LengthStatistics.of(split.document_lengths) for split in splits)
         left_out = state.left_out_documents, state.left_out_tokens
-        skipped = dict(Counter(self.skipped.counts) + Counter(state.conversations))
-        statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, skipped)
+        skipped = dict(
+            Counter(self.skipped.counts) + Counter(state.conversations) + self._count_unknown(unigram_counts)
+        )
+        statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, dict(skipped))
         store.write_json(self.folder / STATISTICS_FILE, asdict(statistics))
         (self.folder / store.JOURNAL_FILE).unlink()
         return {
@@ -265,6 +267,13 @@ class Tokenization:
             "seconds": round(time.monotonic() - self._begun, 3),
             "file_bytes": store.file_sizes(self.folder),
         }
+
+    def _count_unknown(self, unigram_counts: Sequence[np.ndarray]) -> Counter[str]:
+        """Tokens that stand for text which the tokenizer does not know; `[V]` counts of each split."""
+        index = self.tokenizer.unknown_id
+        if index is None or index == self.tokenizer.eos_id:  # as GPT-2's, which knows every byte
+            return Counter()
+        return Counter({UNKNOWN: sum(int(counts[index]) for counts in unigram_counts)})
 
     def _refuse_empty_split(self) -> None:
         source, kept, held_out = self.corpus.source, self.state.kept_documents, self.state.held_out_documents

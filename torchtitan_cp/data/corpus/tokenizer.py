@@ -49,6 +49,8 @@ class SentencePieceTokenizer:
         eos_id: the token that ends a document. `encode_batch` never returns it.
         eos_token: how a chat template writes that token.
         special_tokens: texts of special tokens by name, as chat templates read them: eos_token and others.
+        unknown_id: what stands for text that the tokenizer does not know; None: nothing does.
+        lost: which characters of a text become no token, in words; empty: each is in one.
         added: ids of the added tokens.
         fingerprint: different for every tokenizer.
         path: its file; None if it has none.
@@ -92,6 +94,8 @@ class SentencePieceTokenizer:
         changed += [f"cut {token.content}" for token in known]
         self.fingerprint = fingerprint_of(model + "".join(sorted(changed)).encode(), self.bos_ids)
         self.spaces: str = self._processor.normalize("   a")
+        self.unknown_id: int | None = self._processor.unk_id()
+        self.lost = ""
         self.threads = usable_cores()
         self._chat_literals = {token: [index] for token, index in self.added.items()} | self._find_marks()
         self._literals = {token: None if token.special else row for token, row in self._chat_literals.items()}
@@ -209,6 +213,8 @@ class ByteTokenizer:
     path: Path | None = None
     vocab_size, eos_id, eos_token, fingerprint = 257, 256, END_NAME, "bytes"
     bos_ids: Sequence[int] = ()
+    unknown_id: int | None = None
+    lost = ""
     special_tokens: Mapping[str, str] = {"eos_token": END_NAME}
     added: Mapping[AddedToken, int] = {AddedToken(END_NAME, special=True): 256}
 

@@ -140,6 +140,19 @@ def test_a_template_that_does_not_write_what_was_said_is_named(
     assert f"a.jsonl:1 (of the {role}: '{'is.' if role == 'assistant' else 'what?'}'): content that" in caplog.text
 
 
+def test_a_list_of_parts_that_a_template_prints_as_python_does_is_counted_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    parts = [{"type": "text", "text": "it's"}]
+    data = data_of(tmp_path, [row(parts, "b"), row("a", parts), row("a", "b")], template, loss_on="all")
+    assert read(data) == ["[<user>a$<assistant>b$]"]
+    kind = "content of parts that the template prints as a list; skipped"
+    assert [line.rpartition("/")[2] for line in warnings(caplog)[:-1]] == [
+        f"a.jsonl:{line} (message {line}): {kind}" for line in (1, 2)
+    ]
+
+
 def test_keys_that_are_null_are_as_no_keys_in_every_kind_of_file(tmp_path: Path) -> None:
     null = {"weight": None, "train": None}
     rows = [{"messages": [turn | null for turn in turns("a", "b")], "tools": None}, row("c", "d") | {"tools": ""}]

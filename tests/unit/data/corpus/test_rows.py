@@ -245,6 +245,21 @@ def test_a_file_that_is_one_json_array_gives_its_entries(
     assert "1 x rest of a damaged JSON array" in skipped_records.summary()
 
 
+def test_a_row_with_a_key_twice_is_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Python would keep the last value, and lose the text of the first."""
+    doubled = ['{"text": "lost", "text": "kept"}', '{"text": "b", "a": [{"c": 1, "c": 2}]}']
+    rows = ['{"text": "first"}', *doubled, '{"text": "last"}']
+    path = write_files(tmp_path, {"a.jsonl": "\n".join(rows), "b.json": f"[{', '.join(rows)}]"})
+    for name in ("a.jsonl", "b.json"):
+        caplog.clear()
+        skipped_records = SkippedRecords()
+        assert texts(jsonl_data(path / name), skipped_records) == ["first", "last"]
+        assert warnings(caplog) == [
+            f"{path / name}:2 ('text'): JSON object with a key twice; skipped",
+            f"{path / name}:3 ('c'): JSON object with a key twice; skipped",
+        ]
+
+
 def test_a_byte_order_mark_and_line_ends_of_windows_are_no_part_of_a_row(tmp_path: Path) -> None:
     content = BOM_UTF8 + b'{"text": "first"}\r\n{"text": "second"}\r\n'
     joined = content * 2  # as `cat` joins files
