@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pyarrow import Scalar
     from pyarrow.parquet import ParquetFile
 
+SUFFIXES = (".parquet",)
 BATCH_ROWS, BATCH_BYTES = 256, 64 << 20  # of a row group, in memory at a time
 # Words of pyarrow's about what it cannot do, in exceptions that mean damage otherwise.
 LIMITS = ("crypt", "Not yet implemented", "array invalid")

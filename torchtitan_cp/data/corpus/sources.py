@@ -6,6 +6,7 @@ import os
 import stat
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +57,16 @@ def find_files(source: SourceKeys) -> Iterator[SourceFile]:
         )
 
 
+def unread_suffixes(source: SourceKeys) -> Counter[str]:
+    """How many files of the folder at `path` the source does not read, by suffix, such as `.json` beside `.jsonl`."""
+    path = Path(os.path.expanduser(source.path))
+    suffixes = {"jsonl": rows.JSONL_SUFFIXES, "parquet": parquet.SUFFIXES}.get(source.source)
+    if suffixes is None or not path.is_dir():
+        return Counter()
+    found = (file.path.name for file in _walk(path, ("",), pruned=lambda name: name.startswith(".")))
+    return Counter(Path(name).suffix or name for name in found if not name.endswith(suffixes))
+
+
 def location(source: SourceKeys) -> str:
     """Where the source looks: a folder, glob or name."""
     return sysconfig.get_paths()["stdlib"] if source.source.startswith("python-") else source.path
@@ -84,7 +95,7 @@ def _find_at_path(source: SourceKeys, suffixes: tuple[str, ...]) -> Iterator[Sou
 
 def _find_parquet(source: SourceKeys) -> Iterator[SourceFile]:
     parquet.import_pyarrow(source)
-    return _find_at_path(source, (".parquet",))
+    return _find_at_path(source, parquet.SUFFIXES)
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], *, pruned: Callable[[str], bool]) -> Iterator[SourceFile]:

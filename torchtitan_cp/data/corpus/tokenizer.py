@@ -23,6 +23,7 @@ from torchtitan_cp.data.corpus.tokenizer_files import (
     not_a_model,
     read_model,
     read_own_added,
+    read_own_opening,
     read_tokenizer_files,
 )
 from torchtitan_cp.data.errors import DataError
@@ -41,7 +42,8 @@ class SentencePieceTokenizer:
 
     Args:
         path: the model.
-        bos: whether documents begin with a BOS token, if a tokenizer_config.json beside the file says so.
+        bos: whether documents begin with a BOS token, if a tokenizer_config.json beside the file says so, or, where
+            that says nothing, a tokenizer.json beside it.
 
     Attributes:
         vocab_size: V; every id is below it.
@@ -85,8 +87,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = max(self._pieces, *(index + 1 for index in ids.values()))
         self.eos_token: str = self.special_tokens["eos_token"]
         self.eos_id: int = ids[self.eos_token]
-        begins = bos and files.settings.get("add_bos_token") is True and "bos_token" in self.special_tokens
-        self.bos_ids = [ids[self.special_tokens["bos_token"]]] if begins else []
+        self.bos_ids = [ids[text] for text in self._opening(files)] if bos else []
         own_ids = {AddedToken(text, special=True): self._piece_id(text) for text in (*self._control(), *names.values())}
         changed = [f"{token} {index}" for token, index in self.added.items() if own_ids.get(token) != index]
         changed += [self.eos_token] * (self.eos_token != names.get("eos_token"))
@@ -105,6 +106,13 @@ class SentencePieceTokenizer:
         # What ids decode to that SentencePiece does not know, or knows by another text.
         texts = {index: "" if token.special else token.content for token, index in self.added.items()}
         self._texts = {index: text for index, text in texts.items() if text or not self._is_control(index)}
+
+    def _opening(self, files: TokenizerFiles) -> list[str]:
+        """The BOS token, or nothing, as transformers would put it before a text."""
+        assert self.path
+        opening = [text for name, text in self.special_tokens.items() if name == "bos_token"]
+        adds = files.settings.get("add_bos_token")
+        return opening if adds is True or (adds is None and opening == read_own_opening(self.path.parent)) else []
 
     def _own_names(self) -> dict[str, str]:
         """The model's own bos_token, eos_token and unk_token, those that it has."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from torchtitan_cp.config.json_types import Json, JsonObject
@@ -136,6 +137,21 @@ def read_own_added(folder: Path) -> dict[int, AddedToken]:
         if not isinstance(added, list):
             raise TypeError(f"{added!r} is no list of tokens")
         return {_id(_table(token)["id"]): _token(token) for token in added}
+
+
+def read_own_opening(folder: Path) -> list[str]:
+    """The special tokens that a tokenizer.json puts before a text; none without that file.
+
+    Raises:
+        DataError: the file is not such JSON.
+    """
+    with _name_file(folder, JSON_FILE):
+        processor = _table(_read(folder, JSON_FILE).get("post_processor") or {})
+        steps = processor.get("processors") or [processor]
+        found = [_table(step).get("single") for step in steps] if isinstance(steps, list) else []
+        template = next((entry for entry in found if isinstance(entry, list)), [])
+        opening = takewhile(lambda piece: "SpecialToken" in piece, map(_table, template))
+        return [str(_table(piece["SpecialToken"])["id"]) for piece in opening]
 
 
 def find_tokenizers(folder: Path) -> dict[str, Path]:

@@ -4,6 +4,7 @@ import gzip
 import os
 import sysconfig
 from codecs import BOM_UTF8
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import pytest
 
 from tests.support.texts import refuse, text_data, texts, warnings, write_files
 from torchtitan_cp.config.data import Data
+from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.corpus.sources import unread_suffixes
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
@@ -119,3 +123,16 @@ def test_a_byte_order_mark_is_no_part_of_a_text(
     write_files(tmp_path / "marked", {"f.txt.gz": gzip.compress(b"text")})
     assert texts(text_data(tmp_path / "marked", document)) == plain
     assert warnings(caplog) == [f"{tmp_path}/marked/f.txt.gz:1: not UTF-8; skipped"]
+
+
+def test_files_that_a_source_of_rows_leaves_out_are_counted_by_suffix(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("a.jsonl", "b/c.jsonl.gz", "d.json", "b/e.json", "f.jsonl.xz", "README", ".hidden")
+    corpus = write_files(tmp_path / "corpus", dict.fromkeys(names, '{"text": "a"}\n{"text": "b"}'))
+    source = Data(source="jsonl", path=str(corpus), cache_folder=str(tmp_path / "cache"))
+    assert unread_suffixes(source) == {".json": 2, ".xz": 1, "README": 1}
+    prepare(source, TokenizerConfig(kind="bytes"))
+    assert "corpus: other files in its folder are not read: 2 x .json, 1 x .xz, 1 x README" in caplog.messages
+    for other in (replace(source, path=f"{corpus}/*.jsonl"), replace(source, source="text")):
+        assert not unread_suffixes(other)

@@ -295,6 +295,31 @@ def test_a_document_begins_with_what_transformers_puts_before_a_text(tmp_path: P
         assert opening(piece) == ids
 
 
+@pytest.mark.parametrize("steps", ["TemplateProcessing", "Sequence", "no BOS", "none"])
+def test_a_sentencepiece_model_begins_documents_as_the_tokenizer_json_beside_it(tmp_path: Path, steps: str) -> None:
+    """As of TinyLlama, whose tokenizer_config.json has no add_bos_token: transformers reads its tokenizer.json."""
+    path = write_llama_model(tmp_path / "tokenizer.model")
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    made = LlamaTokenizer.from_pretrained(tmp_path).backend_tokenizer
+    processors = tokenizers.processors
+    bos = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    made.post_processor = {
+        "TemplateProcessing": bos,
+        "Sequence": processors.Sequence([processors.ByteLevel(), bos]),
+        "no BOS": processors.TemplateProcessing("$A </s>", None, [("</s>", 2)]),
+        "none": None,
+    }[steps]
+    made.save(str(tmp_path / "tokenizer.json"))
+    expected = [1] if steps in ("TemplateProcessing", "Sequence") else []
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs("a")["input_ids"][:1] == [*expected, *theirs("a", add_special_tokens=False)["input_ids"]][:1]
+    assert opening(path) == expected
+    assert opening(path, bos=False) == []
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": False}))
+    assert opening(path) == []
+
+
 def test_text_begins_with_bos_and_ids_of_a_corpus_stay_as_they_are(tmp_path: Path) -> None:
     made = byte_level(["<eos>", "<bos>"])
     made.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", None, [("<bos>", 1)])
