@@ -192,7 +192,7 @@ class CacheBuilder:
             self._train_tokenizer(corpora.values())
         tokenizer = self._load_tokenizer(corpora.values())
         if tokenizer.lost:
-            logger.warning(f"the tokenizer {tokenizer.path} drops {tokenizer.lost}, and has no token for the unknown")
+            logger.warning(f"the tokenizer {tokenizer.path} {tokenizer.lost}")
         folders = {name: str(self._tokenize(name, corpus, tokenizer)) for name, corpus in corpora.items()}
         return {"tokenizer": str(tokenizer.path or ""), "folders": folders}
 

@@ -241,7 +241,7 @@ def without_none(value: object) -> object:
 
 
 def _fields_without_none(row: Mapping[str, object]) -> dict[str, object]:
-    return {name: without_none(entry) for name, entry in row.items() if entry is not None or name == "content"}
+    return {name: without_none(entry) for name, entry in row.items() if entry is not None}
 
 
 def check_messages(messages: object) -> list[dict[str, Json]]:

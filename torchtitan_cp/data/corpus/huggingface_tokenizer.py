@@ -125,7 +125,11 @@ class HuggingFaceTokenizer:
         unknown = self._tokenizer.token_to_id(getattr(model, "unk_token", None) or "")
         if type(model) is library.models.Unigram and len(found[0]) == 1:
             unknown = found[0][0].id
-        return unknown, "" if all(found) else f"{lacks} that its vocabulary lacks"
+        if not all(found):
+            return unknown, f"drops {lacks} that its vocabulary lacks, and has no token for the unknown"
+        if unknown == self.eos_id and any(token.id == unknown for tokens in found for token in tokens):
+            return unknown, f"ends a document at {lacks} that its vocabulary lacks: its unknown token is the end token"
+        return unknown, ""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, `[tokens]` int32, on all cores. A special token's text is split like any other.

@@ -52,7 +52,7 @@ class SentencePieceTokenizer:
         eos_token: how a chat template writes that token.
         special_tokens: texts of special tokens by name, as chat templates read them: eos_token and others.
         unknown_id: what stands for text that the tokenizer does not know; None: nothing does.
-        lost: which characters of a text become no token, in words; empty: each is in one.
+        lost: what happens to text that it has no token for, in words; empty: nothing is lost.
         added: ids of the added tokens.
         fingerprint: different for every tokenizer.
         path: its file; None if it has none.
