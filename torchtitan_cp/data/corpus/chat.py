@@ -309,7 +309,7 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
     problem = "there is no chat template"
     try:
         if source.chat_template:
-            named = _readable([(DEFAULT, Path(os.path.expanduser(source.chat_template)).read_text("utf-8"))])
+            named = _readable([(DEFAULT, Path(os.path.expanduser(source.chat_template)).read_text("utf-8-sig"))])
         for folder, config in zip(folders, configs, strict=True):
             named = named or _read_templates(folder, config)
     except (OSError, UnicodeDecodeError) as error:
@@ -338,7 +338,7 @@ def _read_templates(folder: Path, config: Mapping[str, Json]) -> dict[str, str]:
     """The templates of a tokenizer's folder by name, read as by transformers: its files, else those of its config."""
     files = {DEFAULT: folder / TEMPLATE_FILE}
     files |= {path.name.removesuffix(".jinja"): path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
-    if written := _readable((name, path.read_text("utf-8")) for name, path in files.items() if path.is_file()):
+    if written := _readable((name, path.read_text("utf-8-sig")) for name, path in files.items() if path.is_file()):
         return written
     stored = config.get("chat_template")
     if isinstance(stored, list):

@@ -368,10 +368,10 @@ def test_a_template_is_found_in_the_config_the_tokenizers_files_or_the_checkpoin
     hub.mkdir()
     (hub / "chat_template.jinja").write_text("of hub")
     assert find(path=str(path), hub=hub).source == "of config"
-    (path.parent / "chat_template.jinja").write_text("of file")
+    (path.parent / "chat_template.jinja").write_text("of file", encoding="utf-8-sig")  # a byte order mark is no text
     assert find(path=str(path)).source == "of file"
     assert find(hub=path.parent) == ChatTemplate("of file", {"bos_token": "<b>", "eos_token": "</s>"})
-    (tmp_path / "mine.jinja").write_text("mine")
+    (tmp_path / "mine.jinja").write_text("mine", encoding="utf-8-sig")
     assert find(str(tmp_path / "mine.jinja"), str(path)).source == "mine"
     (path.parent / "tokenizer_config.json").unlink()
     assert find(path=str(path)).variables == {"eos_token": "</s>"}
