@@ -28,7 +28,7 @@ from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
-from torchtitan_cp.data.corpus.sources import unread_suffixes
+from torchtitan_cp.data.corpus.sources import count_repeated, unread_suffixes
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
 from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_manifest, write_json
 from torchtitan_cp.data.corpus.tokenization import SPLITS, STATISTICS_FILE, UNIGRAM_FILE, Tokenization, read_journal
@@ -350,3 +350,5 @@ def _log_reason(folder: Path, name: str, corpus: Corpus, settings: JsonObject) -
     if others := unread_suffixes(corpus.source):
         counts = ", ".join(f"{count} x {suffix}" for suffix, count in sorted(others.items()))
         logger.warning("%s: other files in its folder are not read: %s", name, counts)
+    if repeated := count_repeated(corpus.files):
+        logger.warning("%s: %d of its files are links to others of them, whose text is read again", name, repeated)

@@ -7,9 +7,9 @@ import stat
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -65,6 +65,18 @@ def unread_suffixes(source: SourceKeys) -> Counter[str]:
         return Counter()
     found = (file.path.name for file in _walk(path, ("",), pruned=lambda name: name.startswith(".")))
     return Counter(Path(name).suffix or name for name in found if not name.endswith(suffixes))
+
+
+def count_repeated(files: Iterable[SourceFile]) -> int:
+    """How many of the files are links to others of them, whose text is then read again."""
+    paths = [file.path for file in files]
+    if not any(path.is_symlink() for path in paths):
+        return 0
+    folder = lru_cache(maxsize=None)(os.path.realpath)
+    real = {
+        os.path.realpath(path) if path.is_symlink() else os.path.join(folder(path.parent), path.name) for path in paths
+    }
+    return len(paths) - len(real)
 
 
 def location(source: SourceKeys) -> str:

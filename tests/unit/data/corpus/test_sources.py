@@ -16,7 +16,7 @@ from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
-from torchtitan_cp.data.corpus.sources import unread_suffixes
+from torchtitan_cp.data.corpus.sources import count_repeated, unread_suffixes
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
@@ -136,3 +136,17 @@ def test_files_that_a_source_of_rows_leaves_out_are_counted_by_suffix(
     assert "corpus: other files in its folder are not read: 2 x .json, 1 x .xz, 1 x README" in caplog.messages
     for other in (replace(source, path=f"{corpus}/*.jsonl"), replace(source, source="text")):
         assert not unread_suffixes(other)
+
+
+def test_text_that_is_read_again_through_links_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where the folder of a download has its files once by content and once by name."""
+    corpus = write_files(tmp_path / "corpus", {"blobs/1": "one", "blobs/2": "two", "outside": "three"})
+    (corpus / "names").mkdir()
+    for name, target in (("a.txt", "../blobs/1"), ("b.txt", "../blobs/2"), ("c.txt", "b.txt"), ("lost", "nowhere")):
+        (corpus / "names" / name).symlink_to(target)
+    linked = text_data(tmp_path / "linked")
+    (tmp_path / "linked").symlink_to(corpus)
+    assert count_repeated(Corpus(linked).files) == 3
+    assert not count_repeated(Corpus(text_data(corpus / "names")).files[:2])
+    prepare(replace(linked, cache_folder=str(tmp_path / "cache")), TokenizerConfig(kind="bytes"))
+    assert "corpus: 3 of its files are links to others of them, whose text is read again" in caplog.messages
