@@ -148,7 +148,7 @@ class SentencePieceTokenizer:
     def _knows(self, token: AddedToken) -> bool:
         """Whether the model itself reads a special token from plain text, as it does user-defined pieces."""
         texts = token.in_texts if token.special else []
-        return any(self.added[token] in row for row in self._processor.encode(texts))
+        return any(self.added[token] in row for row in self._processor.encode(texts, num_threads=1))
 
     def _find_marks(self) -> dict[AddedToken, list[int]]:
         """U+2581 and the byte tokens that spell it; empty if the model is not lossless anyway.
