@@ -17,7 +17,7 @@ from torchtitan_cp.data.corpus.rendering import GENERATION_MARK, Messages, Range
 from torchtitan_cp.data.corpus.roles import FIELDS_BESIDE_MESSAGES, ROLES, known_roles, with_known_role, with_system
 from torchtitan_cp.data.corpus.store import read_json
 from torchtitan_cp.data.corpus.tokenizer import template_variables
-from torchtitan_cp.data.corpus.unwritten import check_is_written
+from torchtitan_cp.data.corpus.unwritten import check_form, check_is_written
 from torchtitan_cp.data.errors import DataError
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
@@ -216,9 +216,7 @@ def read_conversation(row: Mapping[str, object], source: SourceKeys, template: C
     text, learned = template.render_with_mask(messages, tools, source.loss_on)
     if re.search("[\ud800-\udfff]", text):
         raise BadRecordError("a lone surrogate")
-    for number, message in enumerate(messages, start=1):
-        if isinstance(message.get("content"), list) and str(message["content"]) in text:
-            raise BadRecordError("content of parts that the template prints as a list", f"message {number}")
+    check_form(messages, tools, text, template.render)
     check_is_written(messages, tools, learned_messages(messages, source.loss_on), template.render)
     if not learned:
         raise BadRecordError("nothing to learn")

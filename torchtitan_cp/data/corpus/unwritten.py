@@ -1,9 +1,10 @@
-"""What a conversation holds and its chat template does not write: an answer would be learned without it.
+"""What a conversation holds and its chat template does not write, or not as it is meant: an answer would be learned so.
 
 Each piece of a conversation gets a mark of its own, and the template writes them all: the text has the marks of the
 pieces that it has. Words are not looked for: those of a short piece are found somewhere in most texts.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torchtitan_cp.data.corpus.records import BadRecordError
 # As transformers names them; it gives a template all that it reads.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 CALL_FIELDS = ("tool_calls", "function_call")
+JSON_MARK = '{"JSONPLACE": 0}'  # in place of arguments
 THOUGHT_END = "</think>"  # of reasoning at the beginning of a content
 
 Messages = Sequence[Mapping[str, Json]]
@@ -53,10 +55,7 @@ def check_is_written(messages: Messages, tools: Json, learned: Sequence[int], re
     """
     pieces = list(_pieces(messages, tools))
     marks = [f"\ue000{number}\ue001" for number in range(len(pieces))]
-    try:
-        marked_text = render(*_marked(messages, tools, zip(pieces, marks, strict=True)))
-    except BadRecordError:
-        marked_text = ""
+    marked_text = _rendered(_marked(messages, tools, zip(pieces, marks, strict=True)), render)
     for piece, mark in zip(pieces, marks, strict=True):
         if mark in marked_text or _changes_text(piece, messages, tools, render):
             continue
@@ -66,6 +65,59 @@ def check_is_written(messages: Messages, tools: Json, learned: Sequence[int], re
         if verb == "does not write" or piece.message in learned:
             owner = f"of the {messages[piece.message]['role']}: " if piece.message >= 0 else ""
             raise BadRecordError(f"{piece.kind} that the template {verb}", f"{owner}{piece.shown!r:.80}")
+
+
+def check_form(messages: Messages, tools: Json, text: str, render: Render) -> None:
+    """Refuse a conversation of which the template writes a part in another form than it is meant to have.
+
+    A template that takes only texts prints a list of parts as Python does. One that takes the arguments of a call as
+    an object, as transformers wants them, quotes them where they are the JSON of one.
+
+    Args:
+        text: the conversation as the template writes it.
+        render: writes messages and tools.
+
+    Raises:
+        BadRecordError: the first such part.
+    """
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content")
+        if content and isinstance(content, list) and str(content) in text:
+            raise BadRecordError("content of parts that the template prints as a list", f"message {number}")
+    if not any(message.get(name) for message in messages for name in CALL_FIELDS):
+        return
+    row: Any = _copy([messages, tools])  # nested, and changed in place
+    calls = [
+        (number, call.get("function") or call)
+        for number, message in enumerate(row[0], start=1)
+        for name in CALL_FIELDS
+        for _, call in _places((), message.get(name) or [])
+        if isinstance(call, dict)
+    ]
+    texts = [(number, call, call["arguments"]) for number, call in calls if _has_json_arguments(call)]
+    for _, call, _ in texts:
+        call["arguments"] = JSON_MARK
+    for number, _, arguments in texts[:1]:
+        if json.dumps(JSON_MARK) in _rendered(row, render):
+            shown = f"message {number}: {arguments!r:.60}; give an object"
+            raise BadRecordError("arguments of a call that the template writes as a quoted text", shown)
+
+
+def _has_json_arguments(call: Json) -> bool:
+    """Whether the arguments of a call are a text, and this is the JSON of an object."""
+    arguments = call.get("arguments") if isinstance(call, dict) else None
+    try:
+        return isinstance(arguments, str) and isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _rendered(row: tuple[Messages, Json], render: Render) -> str:
+    """The text of messages and tools; empty if the template refuses them."""
+    try:
+        return render(*row)
+    except BadRecordError:
+        return ""
 
 
 def _changes_text(piece: Piece, messages: Messages, tools: Json, render: Render) -> bool:

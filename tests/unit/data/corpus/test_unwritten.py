@@ -299,7 +299,28 @@ def test_calls_of_every_form_are_looked_for(written: str, expected: list[bool] |
         source = source.replace("nested.arguments.items()", "[(nested.arguments, '')]")
     found = [lost(source, [*turns("a"), each], loss_on="all") == "" for each in call_in_forms("add", arguments)]
     says_nothing = arguments in ({}, {"a": None})
+    if "tojson" in written and isinstance(arguments, str):  # all are refused, this form as it is quoted
+        expected = [False, False, False]
     assert found == (expected or [says_nothing, says_nothing, False])
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\u00e9"}', "{}", {"a": "\u00e9"}, '["a"]', "a"])
+@pytest.mark.parametrize("written", ["{{ c | tojson }}", "{{ f.name }} {{ f.arguments | tojson(ensure_ascii=true) }}"])
+def test_arguments_that_are_the_json_of_an_object_are_not_learned_as_a_quoted_text(
+    written: str, arguments: Any
+) -> None:
+    """As Llama 3.1's and Qwen2.5's templates would write the arguments of OpenAI's messages."""
+    source = "{% for m in messages %}{{ m.role }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    source += "{% set f = c.function %}WRITTEN{% endfor %}{% endfor %}"
+    row = {"messages": [*turns(f"""x = "{{}}" and {json.dumps(arguments)}"""), *call_in_forms("add", arguments)[:1]]}
+
+    def outcome(written: str) -> str:
+        return result_of(row, ChatTemplate(source.replace("WRITTEN", written), {}), loss_on="all")[0]
+
+    quoted = arguments in ('{"a": "\u00e9"}', "{}")
+    refused = "arguments of a call that the template writes as a quoted text"
+    assert outcome(written) == (refused if quoted else "written")
+    assert outcome("{{ f.name }} {{ f.arguments }}") == "written"
 
 
 def test_a_thought_is_lost_where_its_turn_is_learned_or_no_turn_would_have_it() -> None:
