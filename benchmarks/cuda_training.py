@@ -142,7 +142,6 @@ def options(record: Record) -> None:
     """Four steps of tiny models with each option, on packed documents, beside fp32 with the reference kernel."""
     chosen = {(model, "plain"): PLAIN for model in MODELS}
     chosen |= {(model, name): OPTIONS[name] for name in OF_ALL for model in MODELS}
-    del chosen["moe", "bf16, compiled"]  # refused: torch.compile does not know how many tokens an expert gets
     chosen |= {("llama", name): OPTIONS[name] for name in OPTIONS}
     if record.rehearsal:
         chosen = {key: chosen[key] for key in (("llama", "plain"), ("llama", "fp32"))}

@@ -270,7 +270,9 @@ class LanguageModel(nn.Module):
     """What the trainer calls of a model. A class and no Protocol, since a Protocol cannot be an nn.Module.
 
     Attributes:
-        layers: by number; each has `mlp`, a function of each token alone.
+        layers: by number; each has `mlp`, a function of each token alone. Where torch.compile takes only the first half
+            of a layer, it has `attention_half` (the layer's inputs -> hidden states) and `experts_half` (hidden states,
+            plans), which its forward calls one after the other.
         is_first, is_last: whether it has the first and the last layer.
     """
 
@@ -320,6 +322,14 @@ class LanguageModel(nn.Module):
         """By number of the layer: called with (hidden `[T, E]`, chosen `[T, K]`, shares `[T, K]`).
 
         Their parameters have the experts in dim 0.
+        """
+        return {}
+
+    @property
+    def expert_gates(self) -> dict[int, tuple[nn.Module, str]]:
+        """By number of the layer, a module and the name of its function between the products of the layer's experts.
+
+        The function is of each row alone, and is called as the module's attribute: tensors `[rows, ..]` -> `[rows, F]`.
         """
         return {}
 

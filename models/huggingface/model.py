@@ -95,6 +95,18 @@ class HuggingFaceModel(LanguageModel):
         return {number: self.get_submodule(layer.experts) for number, layer in layers if layer.experts}
 
     @property
+    def expert_gates(self) -> dict[int, tuple[nn.Module, str]]:
+        """See LanguageModel; of experts with transformers' grouped products."""
+        gates: dict[int, tuple[nn.Module, str]] = {}
+        for number, experts in self.experts.items():
+            module: Any = experts
+            if getattr(module, "has_gate", False):
+                gates[number] = module, "_apply_gate"
+            elif hasattr(module, "has_gate"):
+                gates[number] = module.act_fn, "forward"
+        return gates
+
+    @property
     def router_biases(self) -> dict[int, Tensor]:
         """By number of the layer, `[X]`: buffers that are added to the experts' scores for the choice alone.
 

@@ -6,9 +6,6 @@ from models.moe.hub import HUB
 from models.moe.model import Moe
 from models.moe.sharding import SHARDING
 
-# See `lacks` in models/architecture.py.
-LACKS = {"compile.enable": "the number of tokens of an expert is known only when it runs"}
-
-ARCHITECTURE = Architecture("moe", FLAVORS, Moe, SHARDING, HUB, LACKS)
+ARCHITECTURE = Architecture("moe", FLAVORS, Moe, SHARDING, HUB)
 
 __all__ = ["ARCHITECTURE", "FLAVORS", "Moe", "MoeArgs"]

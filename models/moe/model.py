@@ -47,6 +47,11 @@ class Moe(Llama):
         return {int(number): layer.experts for number, layer in self.layers.items()}  # type: ignore[misc]
 
     @property
+    def expert_gates(self) -> dict[int, tuple[nn.Module, str]]:
+        """See LanguageModel."""
+        return {number: (experts, "gated") for number, experts in self.experts.items()}
+
+    @property
     def router_biases(self) -> dict[int, Tensor]:
         """By number of the layer, fp32 `[X]`: added to the experts' scores, for the choice alone."""
         if not self.args.expert_bias:
@@ -74,7 +79,11 @@ class Moe(Llama):
 
 
 class MoeBlock(nn.Module):
-    """One layer: Llama's attention, then the experts of each token."""
+    """One layer: Llama's attention, then the experts of each token.
+
+    Its halves are methods of their own, since torch.compile takes only the first: how many tokens an expert gets is
+    known only when it runs.
+    """
 
     def __init__(self, args: MoeArgs, attend: Attend, window: int) -> None:
         super().__init__()
@@ -90,7 +99,14 @@ class MoeBlock(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plans: object) -> tuple[Tensor, Tensor]:
         """Hidden states, and in training the losses of the router: a sum over this rank's tokens, fp32."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, plans)
+        return self.experts_half(self.attention_half(hidden, cos, sin, plans), plans)
+
+    def attention_half(self, hidden: Tensor, cos: Tensor, sin: Tensor, plans: object) -> Tensor:
+        """The first half, as in Llama."""
+        return hidden + self.attention(self.attention_norm(hidden), cos, sin, plans)
+
+    def experts_half(self, hidden: Tensor, plans: object) -> tuple[Tensor, Tensor]:
+        """The second half, and what forward returns."""
         has_losses = self.training and (self.args.balance or self.args.router_z_loss)
         losses = self.router_losses(hidden, plans) if has_losses else torch.zeros((), device=hidden.device)
         return self.mlp(hidden), losses
@@ -104,7 +120,7 @@ class MoeBlock(nn.Module):
         return self.args.balance * balance + self.args.router_z_loss * logits.logsumexp(-1).square().sum()
 
     def mlp(self, hidden: Tensor) -> Tensor:
-        """The second half, a function of each token alone."""
+        """The second half without the losses, a function of each token alone."""
         x = self.ffn_norm(hidden)
         _, _, chosen, shares = self.router(x)
         out = hidden + self.experts(x.flatten(0, 1), chosen.flatten(0, 1), shares.flatten(0, 1)).view_as(hidden)
@@ -181,24 +197,32 @@ class Experts(nn.Module):
         # Rows are put, never gathered: then backward gathers, where it would add, in bf16 and with atomics.
         rows = hidden.new_empty(len(order), hidden.shape[1])
         rows.index_put_((places.view_as(chosen),), hidden[:, None].expand(-1, chosen.shape[1], -1))
-        outputs = swiglus(rows, counts, self.w1, self.w3, self.w2)
+        outputs = swiglus(rows, counts, self.w1, self.w3, self.w2, self.gated)
         spread = torch.empty_like(outputs).index_put_((order,), outputs).view(*chosen.shape, hidden.shape[1])
         return torch.einsum("tke,tk->te", spread, shares.to(hidden.dtype))
 
+    @staticmethod
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        """What lies between the products, for rows `[T, F]`."""
+        return F.silu(gate) * up
 
-def swiglus(rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+
+def swiglus(
+    rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, gated: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     """A SwiGLU of each expert on its own rows.
 
     Args:
         rows: `[T, E]`, in the order of their experts.
         counts: `[X]` int64, rows of each expert.
+        gated: (gate, up) `[T, F]` -> their product `[T, F]`.
     """
     if len(rows) and has_grouped_products(rows, w1.shape[1]):
         ends = counts.cumsum(0, dtype=torch.int32).to(rows.device)
         up, gate = (F.grouped_mm(rows, w.mT, offs=ends) for w in (w3, w1))
-        return F.grouped_mm(F.silu(gate) * up, w2.mT, offs=ends)
+        return F.grouped_mm(gated(gate, up), w2.mT, offs=ends)
     parts = zip(rows.split(counts.tolist()), w1, w3, w2, strict=True)
-    return torch.cat([F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2) for x, w1, w3, w2 in parts])
+    return torch.cat([F.linear(gated(F.linear(x, w1), F.linear(x, w3)), w2) for x, w1, w3, w2 in parts])
 
 
 def has_grouped_products(rows: Tensor, ffn_dim: int) -> bool:

@@ -6,6 +6,7 @@ from functools import cache
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
 # The dispatch keys that are included and excluded by default, read here while modules are imported.
@@ -30,6 +31,23 @@ def compile_whole(function: Callable[P, Result]) -> Callable[P, Result]:
     """
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
     return torch.compile(function, fullgraph=True)
+
+
+def compile_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile a function of tensors `[rows, ..]` once for any number of rows, which may differ from call to call.
+
+    torch would make code of its own for 0 rows and for 1: these run uncompiled.
+    """
+    compiled = compile_whole(function)
+
+    def run(*tensors: Tensor) -> Tensor:
+        if len(tensors[0]) < 2:
+            return function(*tensors)
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return compiled(*tensors)
+
+    return run
 
 
 @cache

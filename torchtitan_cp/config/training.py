@@ -224,8 +224,8 @@ class Compile:
     """torch.compile of the blocks and the loss.
 
     Attributes:
-        enable: compile each block, and without tensor parallelism the loss between its matrix products; default: on
-            CUDA, where nothing in the run excludes it
+        enable: compile each block (of mixtures parts, see docs/experts.md), and without tensor parallelism the loss
+            between its matrix products; default: on CUDA, where nothing in the run excludes it
     """
 
     enable: bool | None = None

@@ -3,7 +3,8 @@
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from torchtitan_cp.attention.compiling import compile_whole
+from torchtitan_cp.attention.compiling import compile_rows, compile_whole
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.contract import LanguageModel
@@ -57,7 +58,7 @@ def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], 
         # torch's cache on disk is keyed by whole DTensors (2.13): a rank could load code for another rank's device, or
         # for a shard of another size or kind. Source: pytorch/pytorch issue 188390.
         functorch_config.enable_autograd_cache = False
-    wrap_blocks(model, config.activation, config.compile, meshes.device_type)
+    wrap_blocks(model, config.activation, config.compile, meshes.device_type, config.parallel.ep)
     on_host = config.parallel.fsdp_cpu_offload and meshes.device_type != "cpu"
     if config.parallel.fsdp_cpu_offload and not on_host:
         logger.warning("parallel.fsdp_cpu_offload is inactive: on a CPU the weights are in host memory")
@@ -69,24 +70,75 @@ def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], 
     init_weights(model, config.training.seed, loads=config.model.loads_weights)
 
 
-def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, device_type: str) -> None:
-    """Set up activation checkpointing, offloading and compile of the blocks, undoing what an earlier call set up."""
+def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, device_type: str, ep: int = 1) -> None:
+    """Set up activation checkpointing, offloading and compile of the blocks, undoing what an earlier call set up.
+
+    A block is compiled whole, but not where the host waits inside it for the number of tokens that experts get: where
+    ranks share the experts, or the block has halves. Then its first half is compiled, if it has halves, and what lies
+    between the products of its experts. Halves are recomputed each by itself.
+
+    Args:
+        ep: ranks that share the experts of a layer.
+    """
     host = None
     if activation.offload and device_type == "cpu":
         logger.warning("activation.offload is inactive: on a CPU activations are in host memory")
     elif activation.offload:
         host = HostMemory(torch.device(device_type, torch.accelerator.current_device_index()))
-    for layer in model.layers.values():  # type: ignore[operator]
-        for replaced in ("forward", "mlp"):
-            vars(layer).pop(replaced, None)
+    compiled, experts, gates = bool(compiling.enable), getattr(model, "experts", {}), getattr(model, "expert_gates", {})
+    _unwrap(model)
+    for key, layer in model.layers.items():  # type: ignore[operator, union-attr]
+        number = int(key)
+        halves = compiled and hasattr(layer, "attention_half")
+        whole = compiled and not halves and not (ep > 1 and number in experts)
         if activation.mlp_tiles > 1:
             layer.mlp = tiled(layer.mlp, activation.mlp_tiles, gathers=hasattr(layer, "experts"))
-        if activation.checkpoint != "none":
-            layer.forward = checkpointed(layer.forward, activation.checkpoint, host, compiled=bool(compiling.enable))
-        if compiling.enable:  # equal blocks share the compiled code, and a second length makes it dynamic
-            layer.forward = compile_whole(layer.forward)
+        if halves:
+            _wrap(layer, "attention_half", activation.checkpoint, host, compiled=True)
+            _wrap(layer, "experts_half", activation.checkpoint, host, compiled=False)
+        else:
+            _wrap(layer, "forward", activation.checkpoint, host, compiled=whole)
+        if compiled and not whole and number in gates:
+            module, name = gates[number]
+            setattr(module, name, compile_rows(getattr(module, name)))
         if host:  # around the compiled block, so that the hooks see all that it saves
             layer.forward = host.offload_saved(layer.forward, layer)
+
+
+def _wrap(layer: nn.Module, name: str, kind: str, host: HostMemory | None, *, compiled: bool) -> None:
+    """Have a function of a block recomputed in backward (see `checkpointed`), and compiled."""
+    if kind != "none":
+        setattr(layer, name, checkpointed(getattr(layer, name), kind, host, compiled=compiled))
+    if compiled:  # equal blocks share the compiled code, and a second length makes it dynamic
+        setattr(layer, name, compile_whole(getattr(layer, name)))
+
+
+def _unwrap(model: nn.Module) -> list[tuple[nn.Module, dict[str, object]]]:
+    """Undo what `wrap_blocks` set up.
+
+    Returns:
+        modules, each with the functions that it had in place of its own.
+    """
+    layers: Iterable[nn.Module] = model.layers.values()  # type: ignore[operator]
+    gates: Iterable[tuple[nn.Module, str]] = getattr(model, "expert_gates", {}).values()
+    wrapped = [(layer, ("forward", "mlp", "attention_half", "experts_half")) for layer in layers]
+    replaced = [*wrapped, *((module, (name,)) for module, name in gates)]
+    return [
+        (module, {name: vars(module).pop(name) for name in names if name in vars(module)}) for module, names in replaced
+    ]
+
+
+@contextmanager
+def uncompiled_blocks(model: nn.Module, activation: Activation, device_type: str) -> Iterator[None]:
+    """A context in which no block is compiled. Afterwards they are as before, with the code that was compiled."""
+    wrapped = _unwrap(model)
+    try:
+        wrap_blocks(model, activation, Compile(enable=False), device_type)
+        yield
+    finally:
+        _unwrap(model)
+        for module, functions in wrapped:
+            vars(module).update(functions)
 
 
 def apply_fsdp(

@@ -219,7 +219,7 @@ def _rank_seconds(planned: PlannedStage, pp_rank: PlannedRank) -> dict[str, floa
 
 def _tiles_again(planned: PlannedStage) -> float:
     """How often an MLP in tiles runs beside its forward, counted on a CPU; see parallel.activation.tiled."""
-    if planned.config.compile.enable:
+    if planned.compiled.mlp:
         return 2 / 3  # not its last product
     tiles, is_recomputed = planned.config.activation.mlp_tiles, planned.config.activation.checkpoint != "none"
     return 1.0 + (is_recomputed * (tiles - 1) / tiles if planned.counts.experts else 0.0)
@@ -238,7 +238,8 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     forward, backward = (2 * count * tokens / product_rate for count in (weights, weights + trained_weights))
     mlp = 2 * 3 * args.dim * args.active_ffn_dim / tp * tokens / product_rate
     last = 2 * planned.unrepeated_product * tokens / product_rate
-    again = 0.0 if mode in ("none", "selective") else forward - last
+    last_of_attention = 2 * planned.unrepeated_attention_product * tokens / product_rate
+    again = 0.0 if mode in ("none", "selective") else forward - last - last_of_attention
     if tiles > 1:  # each runs again for itself
         again += _tiles_again(planned) * mlp - (mlp - last if again else 0.0)
     linear_backward = backward + again
@@ -277,10 +278,12 @@ def _elementwise_bytes(planned: PlannedStage) -> float:
     """Bytes that elementwise kernels move in a layer's forward."""
     args = planned.args
     heads = (args.n_heads + args.n_kv_heads) * args.head_dim
-    values = WIDTH_PASSES * args.dim + HEAD_PASSES * heads + FFN_PASSES * args.active_ffn_dim
-    values += COPY_PASSES * args.experts_per_token * args.dim
-    fused = FUSED if planned.config.compile.enable else 1.0
-    return planned.tokens * values / planned.degrees.tp * planned.element_bytes * fused
+    width = WIDTH_PASSES / 2 * args.dim  # half a layer's
+    attention, gate = width + HEAD_PASSES * heads, FFN_PASSES * args.active_ffn_dim
+    others = width + COPY_PASSES * args.experts_per_token * args.dim
+    passes = zip((attention, others, gate), planned.compiled, strict=True)
+    values = sum(part * (FUSED if compiled else 1.0) for part, compiled in passes)
+    return planned.tokens * values / planned.degrees.tp * planned.element_bytes
 
 
 def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> float:

@@ -114,17 +114,20 @@ def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, 
     """Bytes that a layer keeps for its backward, on the device or offloaded: (block inputs, attention, MLP)."""
     mode, tiles = planned.config.activation.checkpoint, planned.config.activation.mlp_tiles
     attention = block.out + block.all_to_all
+    inputs = block.stream * (2 if planned.compiled.halves else 1)
     if mode == "full":
-        return block.stream, 0.0, 0.0
+        return inputs, 0.0, 0.0
     if mode == "attention_saved":
-        return block.stream, attention, 0.0
+        return inputs, attention, 0.0
     if mode == "selective":
         # It keeps the results of products: unrotated q, k, v; rows of the width E from wo and w2; two of the MLP's
         # tensors from w1 and w3; and from the product that joins the rows that come back from experts.
         width = block.stream * planned.degrees.tp
         joined = width if planned.sent_to_experts else 0.0
         ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 2 or width) + joined
-        return block.stream + width, attention + block.unrotated_qkv, ffn
+        # The input of a second half that is recomputed by itself takes the place of wo's rows.
+        inputs = inputs if planned.compiled.halves else block.stream + width
+        return inputs, attention + block.unrotated_qkv, ffn
     inputs = block.stream + block.first_norm + _second_norm_kept(block, tiles) + block.more_norms
     return inputs, attention + block.qkv + block.normed_qk, 0.0 if tiles > 1 else block.ffn + block.copies
 
@@ -289,18 +292,19 @@ def _block_phases(
         reduced -= planned.gathered_experts * min(c, planned.reduce_bytes)
     traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)
     recomputed = 0.0 if mode == "none" else 1.0
+    halves = recomputed * planned.compiled.halves  # recomputed each by itself, from what passed between them
     gradient = block.stream  # of the layer's output, which is as large as its input
     # With offload, the last tensor that the layer before kept is fetched ahead: in `selective` its MLP's product, in
     # `attention_saved` the small log-sum-exp.
-    ahead = activation.offload * block.stream * {"selective": tp, "attention_saved": 0}.get(mode, 1)
+    ahead = activation.offload * block.stream * {"selective": tp, "attention_saved": halves}.get(mode, 1)
     again = block.qkv + block.normed_qk + (block.out + block.all_to_all if mode == "full" else 0.0)
     first_norm = block.first_norm
     if mode == "selective":  # by now the recomputation has used up the products of the attention that were kept
-        again, first_norm = again - block.unrotated_qkv, first_norm - block.stream * tp
+        again, first_norm = again - block.unrotated_qkv, first_norm - block.stream * tp * (1 - halves)
     # The backward of SwiGLU's product needs three of the MLP's tensors and their three gradients. Experts have these
     # gradients one after another, and beside their rows the gradient of those that came back.
     ffn = (block.ffn + 3 / 2 * block.copies if block.copies else 1.5 * block.ffn) / tiles
-    if planned.config.training.float8 != "none" and not planned.config.compile.enable and not block.copies:
+    if planned.config.training.float8 != "none" and not planned.compiled.mlp and not block.copies:
         # The cast of the product's gradient and of its input to 8 bits goes through two copies in fp32.
         ffn = max(ffn, block.ffn * (1 + (c + 2 * FP32_BYTES + 1) / c / 4) / tiles)
     # Or a product runs, whose weight is dequantized, when one of the six is freed or not there yet.
@@ -310,11 +314,13 @@ def _block_phases(
         ffn += recomputed * planned.sent_to_experts
     held_ffn = {"none": kept[2], "selective": block.ffn / 2 + block.copies / 2}.get(mode, 0.0)
     second = _second_norm_kept(block, tiles)
+    if halves and (planned.fused_norm or c == FP32_BYTES or tiles > 1):
+        second -= block.stream  # the norm's input is among what the layer kept
     # Each tile runs the second norm again, and the gradients of the tiles' inputs add up beside the output's gradient.
     at_work = gradient if tiles == 1 else 2 * gradient + (block.second_norm - block.stream) / tiles
     in_mlp = {
-        "block_inputs": recomputed * (first_norm + second + block.more_norms / 2) + at_work + ahead,
-        "attention": recomputed * again,
+        "block_inputs": recomputed * ((1 - halves) * first_norm + second + block.more_norms / 2) + at_work + ahead,
+        "attention": recomputed * (1 - halves) * again,
         "mlp": ffn - (held_ffn if tiles == 1 else 0.0),
         "communication": traffic,
     }
@@ -324,7 +330,7 @@ def _block_phases(
     working = costs.working_bytes(planned.tokens, *group, planned.heads) + _repeated_keys_bytes(planned)
     working = max(working, dequantized)
     in_attention = {
-        "block_inputs": recomputed * first_norm + gradient + ahead - (1 - recomputed) * second,
+        "block_inputs": recomputed * first_norm + gradient + ahead - (1 - recomputed) * second - halves * block.stream,
         "attention": recomputed * again + working + block.out,
         "mlp": -kept[2],
         "communication": traffic,
@@ -334,7 +340,7 @@ def _block_phases(
         in_attention = in_attention | {"block_inputs": gradient + ahead - kept[0]}
     phases = [("MLP", in_mlp), ("attention", in_attention)]
     phases += [(name, in_attention | {"attention": at_work}) for name, at_work in recurrence_phases(planned)]
-    if tp > 1 and recomputed:
+    if tp > 1 and recomputed > halves:
         # The attention's output product is summed over tp: whole partial products, in two orders, and their sum.
         in_sum = {
             "block_inputs": first_norm + 2 * gradient + ahead,

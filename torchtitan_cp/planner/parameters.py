@@ -40,6 +40,7 @@ class Parameters:
             are left out: dry runs are nearer to the formula without them.
         more_norms: norms of the width E in a layer beyond the usual two, as in Gemma, which also has them after its
             attention and its MLP; the mean if layers differ.
+        halves: whether layers have halves, of which the first is compiled.
     """
 
     block: int
@@ -52,6 +53,7 @@ class Parameters:
     fused_norms: bool
     qk_norm: bool
     more_norms: float = 0.0
+    halves: bool = False
 
     def outer(self, is_first: bool, is_last: bool, tied: bool) -> int:
         """Parameters outside the layers, on a pipeline rank with the first layer (`is_first`) or last (`is_last`)."""
@@ -163,6 +165,7 @@ def _count(architecture: str, args: ModelArgs, tp: int) -> Parameters:
         fused_norms=found.fused_norms,
         qk_norm=found.qk_norm,
         more_norms=max(0.0, found.norms / layers - 2),
+        halves=found.halves,
     )
 
 
@@ -185,7 +188,7 @@ class _ModelCounts(NamedTuple):
             of each layer's last product.
         vectors: the other tensors of all layers.
         outside: tensors outside the layers; output: the output layer's.
-        fused_norms, qk_norm: see Parameters; norms: of the width E in all layers.
+        fused_norms, qk_norm, halves: see Parameters; norms: of the width E in all layers.
     """
 
     matrices: int
@@ -197,6 +200,7 @@ class _ModelCounts(NamedTuple):
     fused_norms: bool
     qk_norm: bool
     norms: int
+    halves: bool
 
 
 @lru_cache(maxsize=8)
@@ -226,6 +230,7 @@ def _read_model(architecture: str, args: ModelArgs) -> _ModelCounts:
         fused_norms=all(type(norm).forward is nn.RMSNorm.forward for norm in norms.values()),
         qk_norm=any(isinstance(norm, nn.RMSNorm) and name.endswith("q_norm") for name, norm in norms.items()),
         norms=sum(any(w.numel() == args.dim for w in norm.parameters(recurse=False)) for norm in norms.values()),
+        halves=any(hasattr(layer, "attention_half") for layer in model.layers.values()),
     )
 
 

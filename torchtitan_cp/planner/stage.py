@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,23 @@ from torchtitan_cp.planner.parameters import (
 from torchtitan_cp.planner.strategy_costs import Heads, LayerCost, Rates, busiest_layer
 
 MASKING_KEYS = ("document_mask", "short_share", "growth_from")  # keys of a stage's data that allow fewer pairs
+
+
+class CompiledParts(NamedTuple):
+    """Which parts of a layer are compiled; see parallel.apply.wrap_blocks.
+
+    Attributes:
+        attention: the first half; mlp: all of the second; gate: in it, what lies between the products of experts.
+    """
+
+    attention: bool
+    mlp: bool
+    gate: bool
+
+    @property
+    def halves(self) -> bool:
+        """Whether the layer is recomputed in two halves, and so keeps what passes between them."""
+        return self.attention and not self.mlp
 
 
 @dataclass(frozen=True)
@@ -88,7 +106,15 @@ class PlannedStage:
     @property
     def fused_norm(self) -> bool:
         """See devices.Accelerator; the compiler fuses norms too."""
-        return (self.cluster.accelerator.fused_norm and self.counts.fused_norms) or bool(self.config.compile.enable)
+        return (self.cluster.accelerator.fused_norm and self.counts.fused_norms) or self.compiled.mlp
+
+    @cached_property
+    def compiled(self) -> CompiledParts:
+        """Of a layer; of one with experts where layers differ."""
+        enabled, halves = bool(self.config.compile.enable), self.counts.halves
+        shares_experts = self.args.n_experts > 0 and self.degrees.ep > 1
+        whole = enabled and not halves and not shares_experts
+        return CompiledParts(enabled and (halves or whole), whole, enabled)
 
     @cached_property
     def counts(self) -> Parameters:
@@ -146,8 +172,14 @@ class PlannedStage:
 
         Uncompiled, it does if they are in NF4 or have an adapter, since these save tensors after the product.
         """
-        repeated = self.trained.repeated_product if self.trained and not self.config.compile.enable else 0.0
+        repeated = self.trained.repeated_product if self.trained and not self.compiled.mlp else 0.0
         return self.counts.last_product - repeated
+
+    @property
+    def unrepeated_attention_product(self) -> float:
+        """Weights of the attention's last product, which a half that is recomputed by itself does not run again."""
+        heads = self.args.n_heads * self.args.head_dim / self.degrees.tp
+        return heads * self.args.dim if self.compiled.halves else 0.0
 
     @cached_property
     def gathered_experts(self) -> float:

@@ -1,7 +1,7 @@
 """The model on this rank: its parts, sharded and filled, their optimizers, and what a stage of the curriculum sets."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
@@ -18,7 +18,6 @@ from torchtitan_cp.attention.ring_cost import assumed_pairs_per_row
 from torchtitan_cp.attention.strategies import log_choice
 from torchtitan_cp.config.contract import Head, LanguageModel, ModelArgs
 from torchtitan_cp.config.rope import Rope
-from torchtitan_cp.config.training import Compile
 from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
 from torchtitan_cp.data.batches.micro_batches import BatchLayout, MicroBatch
 from torchtitan_cp.metrics.throughput import adapter_flops_per_token, flops_per_token, layer_costs
@@ -27,7 +26,7 @@ from torchtitan_cp.optim.clip import square_norms, step_clipped
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
 from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.rules import check_rules
-from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
+from torchtitan_cp.parallel.apply import parallelize, uncompiled_blocks, wrap_blocks
 from torchtitan_cp.parallel.experts import Routing, RoutingSums, dispatch_experts
 from torchtitan_cp.parallel.lora_targets import check_pipeline_targets
 from torchtitan_cp.parallel.mesh import Meshes
@@ -237,7 +236,8 @@ class ParallelModel:
         """
         if stage.activation != self.activation:
             self.activation = stage.activation
-            self._wrap_blocks(self.config.compile)
+            for part in self.parts:
+                wrap_blocks(part, self.activation, self.config.compile, self.device.type, self.config.parallel.ep)
         settings, self.cp = self.config.context_parallel, stage.cp
         self.coordinate = self.meshes.coordinate(self.world.rank, self.cp)
         hybrid, linear = "hybrid" in stage.strategies.values(), any(mixer.state_channels for mixer in self.args.mixers)
@@ -269,25 +269,17 @@ class ParallelModel:
                 heads, band = (query // stage.tp, key // stage.tp), AttentionMask().windowed(window).band
                 log_choice(stage.strategies[window], *heads, stage.cp, band)
 
-    def _wrap_blocks(self, compiling: Compile) -> None:
-        for part in self.parts:
-            wrap_blocks(part, self.activation, compiling, self.device.type)
-
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
         """Run blocks and loss without torch.compile, since hooks inside compiled blocks would not run."""
-        layers = [layer for part in self.parts for layer in part.layers.values()]
-        names = "forward", "mlp"
-        compiled = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
-        if self.compiled:
-            self._wrap_blocks(Compile(enable=False))
         compiled_losses, self.token_loss.compiled_losses = self.token_loss.compiled_losses, None
         try:
-            yield
+            with ExitStack() as blocks:
+                for part in self.parts if self.compiled else ():
+                    blocks.enter_context(uncompiled_blocks(part, self.activation, self.device.type))
+                yield
         finally:
             self.token_loss.compiled_losses = compiled_losses
-            for layer, functions in zip(layers, compiled, strict=True):
-                vars(layer).update(functions)
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
         """Forward and backward of a step, whose loss `training/step_loss.py` describes."""

@@ -130,11 +130,6 @@ def check_compile(config: Config, stages: Iterable[ResolvedStage], args: ModelAr
         raise ConfigError(
             f"compile.enable is not supported by this model: {args.compile_conflict}", fix="set compile.enable = false"
         )
-    if args.n_experts and config.parallel.ep > 1:
-        raise ConfigError(
-            "compile.enable excludes parallel.ep above 1: how many tokens an expert gets is known only when it runs",
-            fix="leave one of them out",
-        )
     for stage in stages:
         check_compiled_pipeline(config, stage)
         if stage.activation.checkpoint != "none" and args.compile_checkpoint_conflict:

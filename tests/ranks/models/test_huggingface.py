@@ -62,12 +62,19 @@ def test_states_that_pass_between_four_ranks_give_the_gradients_of_one_process(
     ranks(4)(compare_on_ranks, path, family, *options)[0].check()
 
 
-@deep_rows("family", ("Qwen3-MoE", "DeepSeek-V3", "Qwen3-Next", "Nemotron-H"), default=["DeepSeek-V3"])
+SHARED_EXPERTS = ("Qwen3-MoE", "DeepSeek-V3", "Qwen3-Next", "Nemotron-H")
+
+
+@deep_rows(
+    ("family", "compiled"),
+    itertools.product((*SHARED_EXPERTS, "gpt-oss", "Kimi Linear"), (False, True)),
+    default=[("DeepSeek-V3", False), ("Qwen3-MoE", True)],
+)
 def test_two_ranks_that_share_experts_give_the_gradients_of_eager_attention(
-    ranks: Callable[[int], RankPool], tmp_path: Path, family: str
+    ranks: Callable[[int], RankPool], tmp_path: Path, family: str, compiled: bool
 ) -> None:
-    path = write_family(tmp_path, family)
-    found = ranks(2)(compare_on_ranks, path, family, "--parallel.cp=2", "--parallel.ep=2", FULL)[0]
+    path, run = write_family(tmp_path, family), compare_compiled if compiled else compare_on_ranks
+    found = ranks(2)(run, path, family, "--parallel.cp=2", "--parallel.ep=2", FULL)[0]
     assert abs(found.loss - found.eager_loss) <= 1e-5 * found.eager_loss
     assert max(found.errors.values()) <= 1e-5, found.errors
 

@@ -181,6 +181,18 @@ LAYOUTS = {
     "FSDP 4, EP 4, attention saved, experts": Layout(4, "ep=4", ATTENTION_SAVED, "eight experts"),
     "CP 2, EP 2, recomputed, experts": Layout(2, "cp=2 ep=2", FULL, "experts", steps=10),
     "FSDP 2 x CP 2, EP 4, MLP in 3 tiles, experts": Layout(4, "cp=2 ep=4", f"{TILES}3", "eight experts"),
+    # Compiled in parts, and by default in tests/ranks/models/test_moe.py.
+    "CP 2, EP 2, compiled, attention saved, experts": Layout(
+        2, "cp=2 ep=2", f"{COMPILED} {ATTENTION_SAVED}", "experts"
+    ),
+    "FSDP 2 x CP 2, EP 2, compiled, recomputed, MLP in 3 tiles, experts": Layout(
+        4, "cp=2 ep=2", f"{COMPILED} {FULL} {TILES}3", "experts"
+    ),
+    "FSDP 2, compiled, experts": Layout(2, "", COMPILED, "experts"),
+    "TP 2 x CP 2, EP 2, compiled, selective, routers": Layout(
+        4, "tp=2 cp=2 ep=2", f"{COMPILED} {SELECTIVE}", "routers"
+    ),
+    "PP 2 x CP 2, EP 2, compiled, routers": Layout(4, "pp=2 cp=2 ep=2", COMPILED, "routers"),
     # Their routers' losses under pipelines, and tensor parallelism beside them.
     "TP 2 x CP 2, EP 2, MLP in 3 tiles, two sequences at once, routers": Layout(
         4, "tp=2 cp=2 ep=2", f"{TILES}3 {TWO_AT_ONCE}", "routers"

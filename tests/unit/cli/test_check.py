@@ -42,12 +42,21 @@ def test_ranks_are_said_in_one_way_and_by_nodes(
     assert f"20 steps on {ranks} ranks" in capsys.readouterr().out
 
 
+MODEL = TINY[TINY.index("[model]") : TINY.index("[tokenizer]")]
+SHARES_WEIGHTS = TINY.replace(MODEL, '[model]\narchitecture = "huggingface"\nconfig = "{folder}/config.json"\n')
+
+
 @pytest.mark.parametrize(
     ("device", "config", "says"),
     [
         ("cpu", TINY, "128 (cp 1); not compiled, loss in chunks of 40 tokens"),
         ("cuda", TINY, "128 (cp 1); compiled, loss in chunks of 40 tokens"),
-        ("cuda", EXPERTS, "128 (cp 1); not compiled (compile.enable is not supported by the architecture 'moe': "),
+        ("cuda", EXPERTS, "128 (cp 1); compiled, loss in chunks of 40 tokens"),
+        (
+            "cuda",
+            SHARES_WEIGHTS,
+            "128 (cp 1); not compiled (compile.enable is not supported by this model: its layers ",
+        ),
     ],
 )
 def test_it_is_said_whether_blocks_are_compiled_and_why_not(
@@ -59,6 +68,7 @@ def test_it_is_said_whether_blocks_are_compiled_and_why_not(
     says: str,
 ) -> None:
     monkeypatch.setattr(check, "find_device", lambda: Device(torch.device(device), "gloo"))
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["Zamba2"]))
     assert check.main([str(write_run(tmp_path, config)), "--ranks", "1"]) == 0
     assert says in capsys.readouterr().out
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama import Llama, LlamaArgs
+from tests.support.compiled import counting_backend
 from tests.support.deep import deep_rows
+from tests.support.small_moe import make_mixture, step
 from torchtitan_cp.attention import OPERATOR, AttentionMask, Plan, attend, make_plan
 from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.parallel import apply
@@ -71,7 +73,7 @@ class CountingMemory(HostMemory):
         return held
 
 
-def offloaded(model: Llama, kind: str, tiles: int, compiled: bool, device: str) -> CountingMemory:
+def offloaded(model: nn.Module, kind: str, tiles: int, compiled: bool, device: str) -> CountingMemory:
     host = CountingMemory(torch.device(device), min_bytes=1024)
     activation = Activation(checkpoint=kind, mlp_tiles=tiles, offload=True)
     with (
@@ -126,6 +128,16 @@ def test_gradients_are_the_same_bits_and_what_is_kept_was_offloaded(
         assert host.offloaded_bytes == forwards * offloaded_bytes
     else:
         assert host.offloaded_bytes > 5 * forwards * HIDDEN
+
+
+@deep_rows("kind", ("full", "attention_saved"), default=["attention_saved"])
+def test_of_a_compiled_mixture_the_inputs_of_both_halves_are_offloaded(kind: str) -> None:
+    plain, model = make_mixture(), make_mixture()
+    with counting_backend("aot_eager"):
+        host = offloaded(model, kind, 1, True, "cpu")
+        for got, want in zip(step(model, S, 0), step(plain, S, 0), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert host.offloaded_bytes == 2 * (2 * HIDDEN + ATTENTION * (kind == "attention_saved"))
 
 
 def test_what_linear_layers_save_leaves_the_device_once_and_their_weights_stay() -> None:

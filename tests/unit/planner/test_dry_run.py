@@ -353,5 +353,6 @@ def test_a_rank_outside_the_job_is_refused(tmp_path: Path) -> None:
 def test_a_dry_run_takes_and_refuses_what_a_run_does_with_the_compiler(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     assert walk(path, 2, "--parallel.tp=2", "--parallel.async_tp=true", "--compile.enable=true").peak_bytes
-    with pytest.raises(ConfigError, match=r"compile\.enable is not supported by the architecture 'moe'"):
-        walk(path, 1, *EXPERTS, "--compile.enable=true")
+    assert walk(path, 2, *EXPERTS, "--parallel.ep=2", "--compile.enable=true").peak_bytes
+    with pytest.raises(ConfigError, match="splits the backward of a block, which a compiled block cannot"):
+        walk(path, 2, "--parallel.pp=2", "--parallel.pp_schedule=zbv_zero_bubble", "--compile.enable=true")

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models import ARCHITECTURES
 from models.llama import Llama
 from tests.support.long_plans import LONG, alone, estimates
+from tests.support.small_moe import make_mixture
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config import load_config
 from torchtitan_cp.config.training import Lora
@@ -23,7 +24,8 @@ from torchtitan_cp.parallel.activation import checkpointed
 from torchtitan_cp.parallel.lora import apply_lora
 from torchtitan_cp.parallel.nf4 import GROUP, PRODUCT, fill_tables
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.estimate import _fsdp_exposed, _outer_seconds, plan_config
+from torchtitan_cp.planner.estimate import Estimate, _elementwise_bytes, _fsdp_exposed, _outer_seconds, plan_config
+from torchtitan_cp.planner.memory import block_bytes, kept_bytes
 from torchtitan_cp.planner.parameters import total_parameters
 from torchtitan_cp.training.model import LayerAttention, cast_parameters
 from torchtitan_cp.training.registry import register
@@ -185,6 +187,29 @@ def test_tiles_of_an_mlp_run_again_for_themselves_and_not_with_their_block(
     assert seconds == pytest.approx(times * forward / (989e12 * whole.cluster.accelerator.linear))
 
 
+@pytest.mark.parametrize("mode", ["full", "attention_saved", "selective"])
+def test_a_compiled_mixture_keeps_what_passes_between_its_halves_and_half_of_the_gates_bytes_move(mode: str) -> None:
+    model = ("--model.architecture=moe", "--model.flavor=qwen3-30B-A3B", "--parallel.ep=8")
+    plain, compiled = (
+        estimates(LONG, *model, f"--activation.checkpoint={mode}", f"--compile.enable={enable}", nodes=16)[0]
+        for enable in ("false", "true")
+    )
+    inputs, *others = (one - other for one, other in zip(*(_kept(x) for x in (compiled, plain)), strict=True))
+    assert others == [0.0, 0.0]
+    assert inputs == (0 if mode == "selective" else compiled.tokens * 2048 * 2)
+    saved = _elementwise_bytes(plain) - _elementwise_bytes(compiled)
+    assert saved == compiled.tokens * 2 * 0.5 * (7 * 2048 + 8 * 36 * 128 + 6 * 8 * 768)
+    again = plain.seconds["linear layers"] - compiled.seconds["linear layers"]
+    product = 2 * 2048 * 32 * 128 * compiled.tokens * compiled.stage.micro_batches * 48 * (mode != "selective")
+    assert again == pytest.approx(product / (989e12 * compiled.cluster.accelerator.linear))
+    assert not plain.compiled.halves
+    assert compiled.compiled == (True, False, True)
+
+
+def _kept(planned: Estimate) -> tuple[float, float, float]:
+    return kept_bytes(planned, block_bytes(planned))
+
+
 def quantized_flops(x: torch.Size, rows: torch.Size, *_: object, **__: object) -> int:
     return 2 * math.prod(x[:-1]) * rows[0] * GROUP
 
@@ -265,6 +290,16 @@ def test_uncompiled_a_recomputed_block_repeats_a_last_product_with_an_adapter_or
     assert (planned.unrepeated_product == 0) == (repeats and not compiled)
     weights = planned.counts.active_matrices + planned.trained.adapters - planned.unrepeated_product
     assert twice - once == pytest.approx(2 * 32 * weights, rel=1e-2)  # without the last adapter's second matrix
+
+
+def test_a_first_half_that_is_recomputed_does_not_repeat_the_attentions_last_product() -> None:
+    model, plan = make_mixture(), make_plan(32)
+    layer: Any = model.layers["0"]
+    inputs = torch.randn(1, 32, 32, requires_grad=True), *model._rotations(plan.positions), {0: plan}
+    again = checkpointed(layer.attention_half, "full", None, compiled=True)
+    once, twice = (count_flops(run, inputs, compiled=True) for run in (layer.attention_half, again))
+    repeated = [layer.attention.wq, layer.attention.wk, layer.attention.wv]
+    assert twice - once == 2 * 32 * sum(linear.weight.numel() for linear in repeated)
 
 
 def test_weights_that_are_freed_are_gathered_again_for_each_forward_and_backward() -> None:

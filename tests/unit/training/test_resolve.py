@@ -164,13 +164,12 @@ def test_a_model_that_another_architecture_takes_is_sent_there(tmp_path: Path) -
     assert refused.value.fix.startswith("change model.overrides, or ")
 
 
-def test_a_compiled_mixture_without_a_fixed_number_of_tokens_is_refused(tmp_path: Path) -> None:
-    config, path = tmp_path / "config.json", write_run(tmp_path)
-    config.write_text(json.dumps(FAMILIES["Qwen3-MoE"]))
-    model = ("--model.architecture=huggingface", "--model.flavor=", f"--model.config={config}", "--model.overrides={}")
-    with pytest.raises(ConfigError, match=r"compile.enable excludes parallel.ep above 1"):
-        resolve(path, 2, *model, "--compile.enable=true", "--parallel.ep=2")
-    resolve(path, 2, *model, "--compile.enable=true")
+# Mixtures, whose experts ranks may share.
+OURS = ("--model.architecture=moe",)
+THEIRS = (
+    *("--model.architecture=huggingface", "--model.flavor=", "--model.overrides={}"),
+    "--model.config={folder}/config.json",
+)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +179,9 @@ def test_a_compiled_mixture_without_a_fixed_number_of_tokens_is_refused(tmp_path
         ("cuda", (), True, 4096),
         ("cpu", ("--compile.enable=true",), True, 1024),
         ("cuda", ("--compile.enable=false",), False, 1024),
+        ("cuda", (*OURS, "--parallel.ep=2"), True, 4096),
+        ("cuda", OURS, True, 4096),
+        ("cuda", (*THEIRS, "--parallel.ep=2"), True, 4096),
         ("cuda", ("--training.loss_chunk_tokens=512",), True, 512),
         ("cpu", ("--training.loss_chunk_tokens=512",), False, 512),
     ],
@@ -187,8 +189,10 @@ def test_a_compiled_mixture_without_a_fixed_number_of_tokens_is_refused(tmp_path
 def test_blocks_are_compiled_and_the_loss_has_larger_chunks_on_cuda_unless_a_config_says_otherwise(
     tmp_path: Path, device: str, overrides: tuple[str, ...], compiled: bool, chunk: int
 ) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["Qwen3-MoE"]))
     text = TINY.replace("loss_chunk_tokens = 40\n", "")
-    run = resolve(write_run(tmp_path, text), 1, *overrides, device=device)
+    keys = [key.replace("{folder}", str(tmp_path)) for key in overrides]
+    run = resolve(write_run(tmp_path, text), 2, *keys, device=device)
     assert (run.config.compile.enable, run.config.training.loss_chunk_tokens) == (compiled, chunk)
     assert not run.uncompiled
 
@@ -197,9 +201,7 @@ def test_blocks_are_compiled_and_the_loss_has_larger_chunks_on_cuda_unless_a_con
     ("family", "overrides", "wanted"),
     [
         ("Zamba2", (), "compile.enable is not supported by this model: its layers share weights"),
-        ("Qwen3-MoE", ("--parallel.ep=2",), "compile.enable excludes parallel.ep above 1"),
         ("Gemma 4", ("--activation.checkpoint=full",), "compile.enable and activation.checkpoint = 'full' exclude"),
-        ("experts", (), "compile.enable is not supported by the architecture 'moe'"),
         (
             "pipeline",
             ("--parallel.pp=2", "--parallel.pp_schedule=zbv_zero_bubble", "--model.overrides.n_layers=4"),
@@ -211,7 +213,7 @@ def test_what_excludes_compiled_blocks_is_refused_where_they_are_asked_for_and_n
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, overrides: tuple[str, ...], wanted: str
 ) -> None:
     monkeypatch.setattr("torchtitan_cp.parallel.pipeline_stages.SPLITS_ANY_BACKWARD", True)  # torch 2.13 does
-    path = write_run(tmp_path, EXPERTS if family == "experts" else TINY)
+    path = write_run(tmp_path)
     if family in FAMILIES:
         config = tmp_path / "config.json"
         config.write_text(json.dumps(FAMILIES[family]))

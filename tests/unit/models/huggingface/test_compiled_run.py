@@ -1,17 +1,14 @@
 """torch.compile makes one graph for each kind of layer, however many layers a model has."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from models.huggingface.args import args_from_config
 from models.huggingface.model import HuggingFaceModel
+from tests.support.compiled import counting_backend
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, Keys, random_weights, with_layers
 from torchtitan_cp.attention import AttentionMask, make_plan
@@ -28,15 +25,28 @@ SHARES_KEYS, MORE_GRAPHS = ("Gemma 3n", "Gemma 4", "Gemma 4 unified"), 3
 DEPTHS = (1, 2, 4)  # times a family's own: 2, 4 and 8 layers, or 4, 8 and 16
 
 
-@contextmanager
-def counting_backend() -> Iterator[CompileCounterWithBackend]:
-    """torch.compile that counts graphs and runs them as they are."""
-    torch._dynamo.reset()
-    counter, compile_with = CompileCounterWithBackend("eager"), torch.compile
-    with mock.patch(
-        "torch.compile", lambda function, mode=None, **keys: compile_with(function, backend=counter, **keys)
-    ):
-        yield counter
+# These have modules of their own in place of stacked experts.
+APART = ("Flint", "JetMoE")
+MIXTURES = [name for name, keys in FAMILIES.items() if any("expert" in key for key in keys) and name not in APART]
+
+
+@deep_rows("family", MIXTURES, default=["Qwen3-MoE", "Nemotron-H"])
+def test_what_lies_between_the_products_of_experts_takes_one_graph_where_ranks_share_them(family: str) -> None:
+    args = args_from_config(FAMILIES[family], {})
+    model = HuggingFaceModel(args, LayerAttention())
+    random_weights(model, 0)
+    dispatch_experts(model, RoutingSums(args.n_layers, args.n_experts, torch.device("cpu")), None)
+    with counting_backend() as counter:
+        wrap_blocks(model, Activation(), Compile(enable=True), "cpu", ep=2)
+        for number in model.layers.keys() - set(map(str, model.experts)):
+            del model.layers[number].forward  # compiled whole
+        for length in (32, 48, 40):
+            plans = {
+                mixer.window: make_plan(length, mask=AttentionMask().windowed(mixer.window)) for mixer in args.mixers
+            }
+            tokens, positions = torch.randint(200, (1, length)), torch.arange(length)[None]
+            model(tokens, positions, plans).float().square().mean().backward()  # type: ignore[attr-defined]
+            assert counter.frame_count == 1
 
 
 def graphs_and_kinds(config: Keys, checkpoint: str = "none", lengths: tuple[int, ...] = (32,)) -> tuple[int, int]:

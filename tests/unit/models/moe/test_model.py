@@ -169,7 +169,6 @@ def test_routers_that_agree_with_the_loss_are_balanced_by_it() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--compile.enable=true", "set compile.enable = false"),
         ("--model.overrides.experts_per_token=7", "experts_per_token = 7 of n_experts = 6 cannot be chosen"),
         ("--model.overrides.balance=-1.0", "balance = -1.0 would reward experts"),
         ("--model.overrides.norm_eps=-1.0", "vocab_size and norm_eps must not be negative"),
@@ -261,11 +260,12 @@ def test_grouped_products_are_those_of_each_expert_and_leave_no_gradient_out(mon
     counts = torch.tensor([5, 0, 11, 0])
     rows = torch.randn(16, 24).bfloat16()
     weights = [torch.randn(4, *shape).mul(0.2).bfloat16() for shape in ((40, 24), (40, 24), (24, 40))]
+    gated = MoeBlock(SHAPE, Attend(), 0).experts.gated
     noise, found = torch.randn(16, 24).bfloat16(), []
     for grouped in (False, True):
         monkeypatch.setattr(moe, "has_grouped_products", lambda *_, grouped=grouped: grouped)
         given = [x.clone().requires_grad_() for x in (rows, *weights)]
-        out = swiglus(given[0], counts, *given[1:])
+        out = swiglus(given[0], counts, *given[1:], gated)
         found.append([out, *torch.autograd.grad((out * noise).sum(), given)])
     for loop, kernel in zip(*found, strict=True):
         assert (loop - kernel).float().norm() <= 2**-7 * loop.float().norm()
