@@ -245,9 +245,12 @@ class ModelArgs(Protocol):
         """Why layers cannot be compiled; "": they can."""
         ...
 
-    @property
-    def compile_checkpoint_conflict(self) -> str:
-        """Why layers cannot be both compiled and recomputed; "": they can."""
+    def compile_checkpoint_conflict(self, ep: int) -> str:
+        """Why layers cannot be both compiled and recomputed; "": they can.
+
+        Args:
+            ep: ranks that share the experts. Above 1 layers with experts are not compiled whole.
+        """
         ...
 
     def linear_parameters(self) -> int:

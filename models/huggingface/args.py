@@ -67,12 +67,11 @@ class HuggingFaceArgs:
         """Why blocks are not compiled; empty if they may be."""
         return "its layers share weights, which are gathered within a layer" if self.probe.shares_weights else ""
 
-    @property
-    def compile_checkpoint_conflict(self) -> str:
-        """Why blocks are not compiled where they are recomputed; empty if they may be."""
+    def compile_checkpoint_conflict(self, ep: int) -> str:
+        """Why blocks are not compiled where they are recomputed; empty if they may be. See ModelArgs."""
         if self.config.get("num_kv_shared_layers"):  # Gemma 3n and 4
             return "layers of this model hand their keys on to later ones"
-        return "its routers hand their logits on to the balance loss" if self.balance else ""
+        return "its routers hand their logits on to the balance loss" if self.balance and ep == 1 else ""
 
     @cached_property
     def _widest(self) -> Mixer:

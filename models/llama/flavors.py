@@ -49,11 +49,14 @@ class LlamaArgs:
     logit_scale: ClassVar[float] = 1.0  # a factor of the logits
     logit_softcap: ClassVar[float] = 0.0  # 0: none
     compile_conflict: ClassVar[str] = ""  # why blocks cannot be compiled; "": they can
-    compile_checkpoint_conflict: ClassVar[str] = ""  # why blocks cannot be both; "": they can
     longest: ClassVar[int] = 0  # tokens that a sequence may have; 0: any number
     # MoeArgs has fields of these names, so they are no ClassVars.
     n_experts = 0  # experts of a layer
     experts_per_token = 0  # experts that a token is sent to
+
+    def compile_checkpoint_conflict(self, ep: int) -> str:
+        """See ModelArgs."""
+        return ""
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:

@@ -132,10 +132,11 @@ def check_compile(config: Config, stages: Iterable[ResolvedStage], args: ModelAr
         )
     for stage in stages:
         check_compiled_pipeline(config, stage)
-        if stage.activation.checkpoint != "none" and args.compile_checkpoint_conflict:
+        conflict = args.compile_checkpoint_conflict(config.parallel.ep)
+        if stage.activation.checkpoint != "none" and conflict:
             raise ConfigError(
                 f"compile.enable and activation.checkpoint = {stage.activation.checkpoint!r} exclude each other here: "
-                f"{args.compile_checkpoint_conflict}",
+                f"{conflict}",
                 fix="leave one of them out",
             )
 

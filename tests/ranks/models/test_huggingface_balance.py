@@ -4,10 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from tests.support.compiled import counting_backend
 from tests.support.huggingface_families import FAMILIES, eager_model
 from tests.support.huggingface_parity import copy_weights, write_family
 from tests.support.rank_pool import RankPool
@@ -48,14 +50,18 @@ def step_with_balance(path: Path, *overrides: str) -> tuple[float, float, float]
     return loss, alone, max(errors)
 
 
+def compiled_step(path: Path, *overrides: str) -> tuple[float, float, float] | None:
+    with counting_backend("aot_eager"):
+        return step_with_balance(path, "--compile.enable=true", *overrides)
+
+
+@pytest.mark.parametrize("step", [step_with_balance, pytest.param(compiled_step, marks=pytest.mark.deep)])
 def test_the_balance_loss_and_its_gradients_are_those_of_one_process(
-    ranks: Callable[[int], RankPool], tmp_path: Path
+    ranks: Callable[[int], RankPool], tmp_path: Path, step: Callable[..., tuple[float, float, float] | None]
 ) -> None:
     path = write_family(tmp_path, FAMILY)
     config = {**FAMILIES[FAMILY], "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    loss, alone, error = ranks(2)(
-        step_with_balance, path, "--parallel.cp=2", "--parallel.ep=2", "--activation.checkpoint=full"
-    )[0]
+    loss, alone, error = ranks(2)(step, path, "--parallel.cp=2", "--parallel.ep=2", "--activation.checkpoint=full")[0]
     assert abs(loss - alone) <= 5e-6 * alone, (loss, alone)
     assert error <= 5e-5

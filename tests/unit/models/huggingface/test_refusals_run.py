@@ -70,12 +70,12 @@ def test_check_refuses_by_name_what_these_models_lack(
     assert key in capsys.readouterr().err
 
 
+BALANCED = {**FAMILIES["Qwen3-MoE"], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
-    [
-        (FAMILIES["Gemma 4"], "hand their keys on to later ones"),
-        ({**FAMILIES["Qwen3-MoE"], "output_router_logits": True, "router_aux_loss_coef": 0.5}, "to the balance loss"),
-    ],
+    [(FAMILIES["Gemma 4"], "hand their keys on to later ones"), (BALANCED, "to the balance loss")],
 )
 def test_check_refuses_to_compile_recomputed_layers_that_hand_more_on_than_their_output(
     config: dict[str, object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -87,6 +87,12 @@ def test_check_refuses_to_compile_recomputed_layers_that_hand_more_on_than_their
     assert says in said
     assert main([str(path), "--activation.checkpoint=full"]) == 0
     assert main([str(path), "--compile.enable=true", "--activation.checkpoint=none"]) == 0
+
+
+def test_layers_whose_experts_ranks_share_may_hand_their_routers_logits_on(tmp_path: Path) -> None:
+    path = write_config(tmp_path, BALANCED)
+    shared = ("--ranks", "2", "--parallel.ep=2", "--activation.checkpoint=full")
+    assert main([str(path), "--compile.enable=true", *shared]) == 0
 
 
 def test_check_refuses_to_compile_layers_that_share_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
