@@ -141,7 +141,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "mixed": (
         Row("Qwen3.5-0.8B, 32K", "0.8B", 32768, architecture="qwen3_5"),
-        Row("3 layers of Qwen3-30B-A3B, 32K", "qwen3-30B-A3B", 32768, layers=3, architecture="moe", compiled=False),
+        Row("3 layers of Qwen3-30B-A3B, 32K", "qwen3-30B-A3B", 32768, layers=3, architecture="moe"),
     ),
 }  # fmt: skip
 
