@@ -236,4 +236,6 @@ def _owner(event: Quantity) -> str:
 def _describe(positions: Tensor) -> str:
     """The number of marked positions, and their range."""
     numbers = positions.nonzero().flatten().tolist()
+    if len(numbers) == 1:
+        return f"position {numbers[0]} alone"
     return f"{len(numbers)} positions from {numbers[0]} to {numbers[-1]}" if numbers else "no position"

@@ -214,12 +214,13 @@ class CheckpointManager:
         with suppress(OSError):  # the disk may be what went wrong
             if shutil.disk_usage(self.folder).free < FULL_BYTES:  # of which torch's writer says nothing
                 reason = f"No space left on device ({reason})"
-        last = f"step-{self.newest_step}" if self.newest_step is not None else "none, the run would start over"
+        last = f"The last good one is step-{self.newest_step}"
+        last = last if self.newest_step is not None else "There is no good one yet, so the run would start over"
         lost = "; if that is of a later step, the end of this stage is not kept, nor exported" * writer.stage_end
         again = f" The next save tries again{lost}." * (not last_save)
         logger.error(
-            f"NO CHECKPOINT of step {writer.progress.step} was written to {self.folder}: {reason}.{again} The last "
-            f"good one is {last}.\n  fix: free space there, and check that the folder exists and can be written"
+            f"NO CHECKPOINT of step {writer.progress.step} was written to {self.folder}: {reason}.{again} {last}."
+            f"\n  fix: free space there, and check that the folder exists and can be written"
         )
 
     def _delete_expired(self) -> None:

@@ -190,8 +190,10 @@ def _build_section(kind: "type[DataclassInstance]", table: object, *, where: str
     for name, value in table.items():
         dotted = f"{where}.{name}" if where else name
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-            known = f"did you mean {near[0]}?" if near else "known here: " + ", ".join(sorted(fields))
+            # A key without its section, as in --lr=1e-4.
+            near = [] if where else [f"{section}.{name}" for section in fields if name in _keys_of(hints[section])]
+            near = near or difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+            known = f"did you mean {' or '.join(near)}?" if near else "known here: " + ", ".join(sorted(fields))
             raise ConfigError(f"{file}: unknown {'key' if where else 'section'} {dotted}", fix=known)
         values[name] = _convert(hints[name], value, where=dotted, file=file)
         check_range(values[name], fields[name].metadata, f"{file}: {dotted}")
@@ -199,6 +201,12 @@ def _build_section(kind: "type[DataclassInstance]", table: object, *, where: str
     if kind is Rope:
         vars(section)["omitted"] = tuple(name for name in fields if name not in values)
     return section
+
+
+def _keys_of(kind: object) -> list[str]:
+    """The keys of a section; none of what is no section."""
+    kinds = [entry for entry in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(entry)]
+    return [entry.name for entry in dataclasses.fields(kinds[0])] if kinds else []
 
 
 def to_toml(config: Config) -> str:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from torchtitan_cp.config.json_types import Json
 from torchtitan_cp.config.names import format_tokens
 from torchtitan_cp.metrics.step_record import StepRecord
 
@@ -48,6 +49,7 @@ class ConsoleSink:
         self.terminal = _Terminal(quiet=not enabled, highlight=False, markup=False)
         self.live = enabled and self.terminal.is_terminal
         self.start_time, self.done_before, self.last_line = time.monotonic(), done, 0.0
+        self.numbers = ""  # of the last step, in the bar
         self.bar = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=24),
@@ -70,6 +72,7 @@ class ConsoleSink:
         numbers = f"loss {loss}  {record.tokens_per_second:,.0f} tok/s  mfu {record.mfu:.1%}"
         stage, total = f"stage {record.stage_index + 1} ({record.stage}, cp {record.cp})", self.total_steps
         if self.live:
+            self.numbers = numbers
             self.bar.update(self.task, completed=record.step, total=total, description=stage, numbers=numbers)
             return
         now = time.monotonic()
@@ -81,12 +84,16 @@ class ConsoleSink:
 
     def evaluation_progress(self, measure: str, done: int, count: int) -> None:
         """Show what an evaluation measures, and how many of its sequences are done."""
-        numbers = f"evaluating: {measure}, {done} of {count} sequences"
+        numbers = f"evaluating: {measure}, {done} of {count}"
         if self.live:
             self.bar.update(self.task, numbers=numbers)
         elif time.monotonic() - self.last_line >= LINE_SECONDS:
             self.last_line = time.monotonic()
             self.print(numbers)
+
+    def evaluation(self, record: Mapping[str, Json]) -> None:
+        """Show the numbers of the last step in the bar again."""
+        self.bar.update(self.task, numbers=self.numbers)
 
     def print_stages(self, rows: Iterable[Mapping[str, str | float | None]]) -> None:
         """Print a table with a row for each stage, with the entries of COLUMNS; None prints as a dash."""
@@ -112,7 +119,7 @@ class ConsoleSink:
         width = max(len("stage"), *(len(name) for name, _ in stages))
         head = " ".join([f"{'stage':<{width}}", *(f"{format_tokens(length):>5} " for length in lengths)])
         lines = [
-            Text("Keys found after each stage, in the upper half of prompts of so many tokens (| ends its length)"),
+            Text("Keys found in the upper half of prompts, by length (| ends the stage's length)"),
             Text(head.rstrip(), "bold"),
         ]
         for (name, seq_len), row in zip(stages, found.tolist(), strict=True):

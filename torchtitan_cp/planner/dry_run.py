@@ -146,7 +146,7 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     run = resolve_run(with_shared_batches(config, ranks), ranks, sized_model_args(config), device=device)
     run = dataclasses.replace(run, config=run.config.with_keys(compile={"enable": False}, parallel={"async_tp": False}))
     processes = min(usable_cores(), len(run.stages))
-    logger.info("one step of each of %d stages as rank %d of %d, on fake tensors", len(run.stages), rank, ranks)
+    logger.info("one step of each stage, %d in all, as rank %d of %d, on fake tensors", len(run.stages), rank, ranks)
     with stage_walker(run, rank) as walk:
         global _walk_stage
         _walk_stage = walk

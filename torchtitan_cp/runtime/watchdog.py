@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 LOST_CONTACT = re.compile(
     r"(?i)connection (closed|reset|refused)|broken pipe|timed? ?out|remote process exited|NCCL.*(error|abort)"
 )
+# What gloo writes around the reason: a place in its source, and advice.
+GLOO_ADVICE = re.compile(r"^\[\S+\.cc:\d+\] |\.? This is typically caused by a remote worker.*")
 LOST_RANK = 4
 # A store that has not answered in this time is gone.
 ANSWER_SECONDS = 10.0
@@ -348,7 +350,7 @@ def report_lost_ranks(watch: Watchdog | None = None) -> Iterator[None]:
     except RuntimeError as error:
         if not LOST_CONTACT.search(str(error)):
             raise
-        reason, *more = str(error).strip().splitlines()
+        reason, *more = GLOO_ADVICE.sub("", str(error).strip()).splitlines()
         if "Last error:" in more:  # NCCL's reason, e.g. that the GPU is out of memory
             reason += f" ... {' '.join(more[more.index('Last error:') :])}"
         lost = f"lost contact with another rank ({reason})"

@@ -63,6 +63,7 @@ class Evaluator:
         self.settings = config.evaluation
         self.time = EvaluationTime(self.settings.max_share, self.model.device)
         self.show_progress: Callable[[str, int, int], None] = lambda measure, done, count: None
+        self.skips_logged = set[tuple[int, ...]]()
         conversations = any(source.conversations for source in config.data.by_name().values())
         self.chat_template = chat_template_of(config) if conversations else None
         filler = self.data_pipeline.filler
@@ -86,13 +87,16 @@ class Evaluator:
         passes = 1 if own in ({}, common) else 2
         losses_tokens = passes * max(self.settings.tokens, stage.seq_len)
         if not (at_end or stage.until or self.time.affords(losses_tokens)):
-            logger.info("evaluation skipped: no time within half of %s", self.time.wanted_share(losses_tokens))
+            when = f"after step {progress.step}" if progress.step else "before the first step"
+            share = self.time.wanted_share(losses_tokens)
+            why = f"no evaluation {when}: those before a stage's end may take half of {share}"
+            self._log_skip((stage.index, progress.step > 0), why)
             return None
         layout = resized(batch_layout, stage.seq_len)
         try:
             held_out = self.held_out_losses(layout, stage, weights=common)
             if held_out is None:
-                logger.info("evaluation skipped: no source of a stage holds text out (data.validation_fraction)")
+                self._log_skip((), "no evaluations: no source of a stage holds text out (data.validation_fraction)")
                 return None
             own_loss = "loss on the stage's own mixture"
             of_stage = (self.held_out_losses(layout, stage, measure=own_loss) if passes == 2 else None) or held_out
@@ -131,6 +135,12 @@ class Evaluator:
             held_out_epochs=epochs,
             left_out=tuple(dict.fromkeys(self.time.left_out)),
         )
+
+    def _log_skip(self, occasion: tuple[int, ...], text: str) -> None:
+        """Log why there is no evaluation, once on an occasion: a stage would have ten."""
+        if occasion not in self.skips_logged:
+            self.skips_logged.add(occasion)
+            logger.info(text)
 
     def _note_unmeasured(
         self,

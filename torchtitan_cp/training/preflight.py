@@ -258,13 +258,14 @@ def check_hub_tokenizer(config: Config) -> None:
     start = registry.start_folder(config.model)
     files = find_tokenizers(start) if start else {}
     if settings.trained:
+        problem = "[tokenizer] asks for one that is trained on the corpus"
+        fix = f"leave out tokenizer.vocab_size = {settings.vocab_size}"
+        if not files:
+            problem = "its folder has neither tokenizer.json nor tokenizer.model, and [tokenizer] names none"
+            fix = "put that tokenizer into the folder, or name it by tokenizer.kind and tokenizer.path"
         raise ConfigError(
-            f"the embeddings of model.hub_checkpoint = {name!r} are of its own tokenizer, and [tokenizer] asks for one "
-            "that is trained on the corpus",
-            fix=f"leave out tokenizer.vocab_size = {settings.vocab_size}, or set model.load_weights = false"
-            if files
-            else "set tokenizer.kind and tokenizer.path to the tokenizer of the checkpoint, which has none in its "
-            "folder, or set model.load_weights = false",
+            f"the embeddings of model.hub_checkpoint = {name!r} are of its own tokenizer, and {problem}",
+            fix=f"{fix}, or set model.load_weights = false",
         )
     path = Path(os.path.expanduser(settings.path))
     if not files or (settings.path and any(_same_file(path, file) for file in files.values())):

@@ -64,7 +64,7 @@ def architecture(model: Model) -> AnyArchitecture:
         raise ConfigError(f"model.architecture = {model.architecture!r} is not known", fix=f"use one of {known}")
     chosen = _ARCHITECTURES[model.architecture]
     if chosen.needs:
-        import_extra(chosen.needs, extra="hub", needed_by=f"model.architecture = {chosen.name!r}")
+        import_extra(chosen.needs, extra="hub", needed_by=f"model.architecture = {chosen.name!r}", pinned=True)
     return chosen
 
 
@@ -450,9 +450,9 @@ def _check_hub_sizes(model: Model, args: ModelArgs, hub_sizes: HubConfig) -> Non
         del differing["windows"]
     if differing:
         differences = ", ".join(f"{name} = {getattr(args, name)!r}, not {size!r}" for name, size in differing.items())
-        set_keys = " and ".join(key for key in ("flavor", "overrides") if getattr(model, key))
+        set_keys = " and ".join(f"model.{key}" for key in ("flavor", "overrides") if getattr(model, key))
         raise ConfigError(
-            f"model.{set_keys} contradicts model.hub_checkpoint = {model.hub_checkpoint!r}: {differences}",
-            fix="leave out model.flavor and these overrides (--model.flavor=), as the sizes are the checkpoint's, or "
-            "set model.load_weights = false for fresh weights of these sizes",
+            f"{set_keys} contradicts model.hub_checkpoint = {model.hub_checkpoint!r}: {differences}",
+            fix=f"leave out {set_keys}, as the sizes are the checkpoint's (on a command line --model.flavor=), or set "
+            "model.load_weights = false for fresh weights of these sizes",
         )

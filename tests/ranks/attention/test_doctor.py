@@ -45,7 +45,7 @@ def test_a_healthy_module_is_safe_and_its_layers_are_told(ranks: Callable[[int],
     assert cells[8:] == ["attend", f"{strategy},", "2", "ranks"]
     assert "tokens are mixed outside of attention in: no layer" in lines
     assert "token 38 changed: with it 90 positions from 38 to 127 on one process, 90 positions from 38 to 127" in text
-    assert "token 37 changed: with it 1 positions from 37 to 37 on one process, 1 positions" in text
+    assert "token 37 changed: with it position 37 alone on one process, position 37 alone on the ranks" in text
     assert lines[-1] == "safe: nothing differs"
 
 

@@ -489,7 +489,7 @@ def test_a_full_disk_is_called_so_whatever_torch_says_and_no_other_save_is_promi
 ) -> None:
     (line,) = ranks(1)(save_last_where_the_disk_has_no_byte_left, tmp_path)[0]
     assert line.startswith(f"NO CHECKPOINT of step 9 was written to {tmp_path}: No space left on device (rank 0: ")
-    assert "). The last good one is none, the run would start over.\n  fix: free space there" in line
+    assert "). There is no good one yet, so the run would start over.\n  fix: free space there" in line
 
 
 def save_where_nothing_may_be_written(folder: Path) -> tuple[list[str], list[str]]:

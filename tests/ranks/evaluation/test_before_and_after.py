@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,20 @@ def lines_and_log(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], st
     dist.barrier()
     lines = (trainer.folder / "evaluation.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], said.getvalue()
+
+
+def evaluator_log(path: Path, *overrides: str) -> list[str]:
+    """On a rank: train; the lines that the evaluator logs."""
+    logger, said = logging.getLogger("torchtitan_cp.training.evaluator"), io.StringIO()
+    level, handler = logger.level, logging.StreamHandler(said)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        lines_and_log(path, *overrides)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return said.getvalue().splitlines()
 
 
 def evaluate_command(*words: str) -> tuple[int, str]:
@@ -63,6 +79,16 @@ def test_without_the_key_or_the_time_step_0_is_not_evaluated(
     assert [line["step"] for line in lines] == [2]
     assert lines[0]["since_start"] is None
     assert "step 0" not in said
+
+
+def test_evaluations_that_are_skipped_for_lack_of_time_are_named_once_a_stage(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    settings = ("--evaluation.interval=1", "--evaluation.max_share=0.0001", "--curriculum.stages[0].steps=5")
+    before, within = ranks(1)(evaluator_log, write_run(tmp_path, TINY), *settings)[0]
+    share = r"half of evaluation\.max_share = 0\.0001, where [\d.]+ would have included it"
+    assert re.fullmatch(rf"no evaluation before the first step: those before a stage's end may take {share}", before)
+    assert re.fullmatch(rf"no evaluation after step 2: those before a stage's end may take {share}", within)
 
 
 def test_step_0_of_a_run_from_published_weights_is_what_the_command_finds_in_them(

@@ -42,7 +42,7 @@ def test_adapters_are_trained_on_the_first_stage_of_the_quickstart(
     steps, printed = ranks(2)(train_and_listen, RECIPE, *short(RECIPE, run), f"--model.hub_checkpoint={base}")[0]
     stages = load_config(RECIPE, []).curriculum.stages
     assert steps == 2 * len(stages)
-    found = printed[printed.index("Keys found after each stage") :].splitlines()
+    found = printed[printed.index("Keys found in the upper half") :].splitlines()
     rows = [line.split()[0] for line in found[2 : 3 + len(stages)]]
     assert rows == ["step", *(str(stage.seq_len) for stage in stages)], "the base model comes first"
     assert (run / "keys_found.png").stat().st_size > 10_000

@@ -172,7 +172,7 @@ def test_the_log_names_the_kernel_in_one_short_line_and_the_reasons_at_debug_lev
         choose_kernel("auto", x, x)
     [(_, _, chosen), (_, _, others)] = caplog.record_tuples
     assert [record.levelname for record in caplog.records] == ["INFO", "DEBUG"]
-    assert chosen == "attention kernel cpu for float32 on cpu"
+    assert chosen == "attention kernel cpu for float32 on cpu, for full and causal tiles"
     assert "flash: it runs on cuda, not cpu" in others
 
 
@@ -242,8 +242,8 @@ def test_forward_and_backward_may_have_different_kernels(
         assert choose_for_case("auto", case) == "cudnn"
         assert choose_for_case("auto", case._replace(backward=True)) == "flash4"
     assert [record.message for record in caplog.records] == [
-        "attention kernel cudnn for bfloat16 on cuda 9.0, the fastest that can for full and causal tiles",
-        "attention kernel flash4 for bfloat16 on cuda 9.0, the fastest that can for the backward of full and causal "
+        "attention kernel cudnn for bfloat16 on cuda 9.0, the fastest that can run full and causal tiles",
+        "attention kernel flash4 for bfloat16 on cuda 9.0, the fastest that can run the backward of full and causal "
         "tiles",
     ]
 
@@ -260,12 +260,12 @@ def test_the_log_says_which_kernel_runs_on_a_gpu_and_for_what(
         choose_for_case("auto", BFLOAT16._replace(capability=RTX))
         choose_for_case("auto", BFLOAT16._replace(capability=H100, qk_dim=512, v_dim=512))
     assert [record.message for record in caplog.records] == [
-        "attention kernel flash for bfloat16 on cuda 9.0, the fastest that can for windows or packed documents; flash4 "
+        "attention kernel flash for bfloat16 on cuda 9.0, the fastest that can run windows or packed documents; flash4 "
         "would be faster, but it needs flash-attn-4 4.0.0b36: pip install 'torchtitan-cp[flash4]'",
-        "attention kernel flash4 for bfloat16 on cuda 9.0, the fastest that can for windows or packed documents",
-        "attention kernel cudnn for bfloat16 on cuda 9.0, the fastest that can for full and causal tiles",
-        "attention kernel flash for bfloat16 on cuda 12.0, the first that can for full and causal tiles",
-        "attention kernel efficient for bfloat16 on cuda 9.0, the fastest that can for full and causal tiles; heads of "
+        "attention kernel flash4 for bfloat16 on cuda 9.0, the fastest that can run windows or packed documents",
+        "attention kernel cudnn for bfloat16 on cuda 9.0, the fastest that can run full and causal tiles",
+        "attention kernel flash for bfloat16 on cuda 12.0, the first that can run full and causal tiles",
+        "attention kernel efficient for bfloat16 on cuda 9.0, the fastest that can run full and causal tiles; heads of "
         "512 dims are more than the 256 of the fast kernels: on an H200 it reaches an eighth of the peak forward and a "
         "twentieth backward",
     ]

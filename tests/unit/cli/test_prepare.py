@@ -77,6 +77,7 @@ def test_a_checkpoint_on_the_hub_is_downloaded_with_its_weights_before_the_token
     ("size_bytes", "said"),
     [
         (0, "books, code: 3 files of unknown size"),
+        (8_000, "books, code: 3 files, 8 KiB, very roughly 2,000 tokens, under a second on 2 cores"),
         (3_300_000_000, "books, code: 3 files, 3.07 GiB, very roughly 800,000,000 tokens, 10 min on 2 cores"),
     ],
 )

@@ -38,6 +38,18 @@ def test_a_section_of_the_wrong_name_suggests_the_nearest(tmp_path: Path) -> Non
     assert "unknown section trainig\n  fix: did you mean training?" in message_of(tmp_path, "[trainig]\nseed = 1")
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("--lr=1e-4", "optimizer.lr"),
+        ("--rank=8", "lora.rank"),
+        ("--enable=false", "compile.enable or checkpoint.enable"),
+    ],
+)
+def test_a_key_without_its_section_suggests_where_it_is(tmp_path: Path, override: str, meant: str) -> None:
+    assert f"\n  fix: did you mean {meant}?" in message_of(tmp_path, "", override)
+
+
 def test_a_key_like_no_other_lists_what_is_known(tmp_path: Path) -> None:
     assert "known here: " in message_of(tmp_path, "[health]\nzzzz = 1")
 

@@ -39,10 +39,14 @@ def test_an_evaluation_shows_how_far_it_is_once_in_half_a_minute_and_on_a_termin
     text = printed(console)
     for done in (0, 4):
         console.evaluation_progress("passkey at 128 tokens", done, 8)
-    assert text.getvalue() == "evaluating: passkey at 128 tokens, 0 of 8 sequences\n"
+    assert text.getvalue() == "evaluating: passkey at 128 tokens, 0 of 8\n"
     console.live = True
+    console.step(record(1))
+    numbers = console.bar.tasks[0].fields["numbers"]
     console.evaluation_progress("context gain", 3, 8)
-    assert console.bar.tasks[0].fields["numbers"] == "evaluating: context gain, 3 of 8 sequences"
+    assert console.bar.tasks[0].fields["numbers"] == "evaluating: context gain, 3 of 8"
+    console.evaluation({})
+    assert console.bar.tasks[0].fields["numbers"] == numbers, "as before the evaluation"
 
 
 def test_the_table_shows_each_stage_on_a_terminal_of_80_columns() -> None:

@@ -303,7 +303,7 @@ def test_a_dry_run_says_which_stage_it_walks_and_how_far_a_long_step_is(
         walked = walk(write_run(tmp_path), 2, "--curriculum.stages[0].global_batch_tokens=1024")
     assert walked.micro_batches == 2
     first, begins, *forwards, done = caplog.messages
-    assert first == "one step of each of 1 stages as rank 0 of 2, on fake tensors"
+    assert first == "one step of each stage, 1 in all, as rank 0 of 2, on fake tensors"
     assert begins == "stage 1 (128): begins"
     assert forwards == ["stage 1 (128): forward 1 of 2", "stage 1 (128): forward 2 of 2"]
     assert re.fullmatch(r"stage 1 \(128\): done in \d+ s, [\d.]+ [KMG]iB at the peak", done)

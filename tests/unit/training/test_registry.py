@@ -81,9 +81,11 @@ def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) 
     assert (args.vocab_size, args.windows) == (288, (20,)), "the vocabulary is the checkpoint's"
     message = hub_problem(path, "--model.overrides.n_layers=2", "--model.overrides.windows=[0]")
     assert "n_layers = 2, not 4, windows = (0,), not (20,)" in message
-    assert "leave out model.flavor and these overrides" in message
+    assert "leave out model.flavor and model.overrides, as" in message
     assert "model.overrides contradicts" in hub_problem(path, "--model.flavor=", "--model.overrides={n_layers = 2}")
-    assert "model.flavor contradicts" in hub_problem(path, "--model.flavor=60M", "--model.overrides={}")
+    message = hub_problem(path, "--model.flavor=60M", "--model.overrides={}")
+    assert "model.flavor contradicts" in message
+    assert "leave out model.flavor, as the sizes are the checkpoint's (on a command line --model.flavor=)" in message
     fresh = load_config(path, ["--model.load_weights=false", "--model.overrides.n_layers=2"])
     assert model_args_of(fresh.model).n_layers == 2
     absent = hub_problem(path, "--model.hub_checkpoint=/none")

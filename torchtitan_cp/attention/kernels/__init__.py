@@ -97,11 +97,13 @@ def _fastest(names: list[str], case: Case) -> str:
 def _log_choice(chosen: str, case: Case) -> None:
     """Say in one line which kernel `auto` takes and for what, and which package would give a faster one."""
     where = case.device
+    direction = "the backward of " if case.backward else ""
+    work = direction + ("full and causal tiles" if case.dense else "windows or packed documents")
     if case.capability:
         reason = "fastest" if rate_of(chosen, case) else "first"
-        direction = "the backward of " if case.backward else ""
-        tiles = "full and causal tiles" if case.dense else "windows or packed documents"
-        where += " {}.{}, the {} that can for {}{}".format(*case.capability, reason, direction, tiles)
+        where += " {}.{}, the {} that can run {}".format(*case.capability, reason, work)
+    else:
+        where += f", for {work}"
     if case.device == "cuda" and (dims := max(case.qk_dim, case.v_dim)) > WIDEST_FAST:
         where += (
             f"; heads of {dims} dims are more than the {WIDEST_FAST} of the fast kernels: on an H200 it reaches an "

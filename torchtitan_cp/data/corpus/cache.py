@@ -107,7 +107,8 @@ class UnpreparedText:
         if not self.size_bytes:
             return f"{files} of unknown size"
         tokens, cores = float(f"{self.size_bytes / BYTES_PER_TOKEN:.1g}"), usable_cores()
-        duration = format_duration(float(f"{self.size_bytes / BYTES_PER_CORE_SECOND / cores:.1g}"))
+        seconds = float(f"{self.size_bytes / BYTES_PER_CORE_SECOND / cores:.1g}")
+        duration = format_duration(seconds) if seconds >= 1 else "under a second"
         size = format_bytes(self.size_bytes)
         return f"{files}, {size}, very roughly {tokens:,.0f} tokens, {duration} on {cores} core{'s' * (cores > 1)}"
 
@@ -139,10 +140,9 @@ def _open_source(name: str, folder: Path) -> PreparedSource:
     statistics = SourceStatistics.from_json(values)
     train, held_out = statistics.train, statistics.validation
     took = f", which took {format_duration(manifest['seconds'])} to make" if manifest.get("seconds") else ""
-    logger.info(
-        f"{name}: {train.documents} documents and {train.tokens} tokens to train on, {held_out.documents} and "
-        f"{held_out.tokens} held out, in {folder}{took}{statistics.left_out()}"
-    )
+    kept = f"{train.documents:,} document{'s' * (train.documents != 1)} with {train.tokens:,} tokens to train on"
+    apart = f"{held_out.documents:,} with {held_out.tokens:,}" if held_out.documents else "none"
+    logger.info(f"{name}: {kept}, {apart} held out, in {folder}{took}{statistics.left_out()}")
     return PreparedSource(stores[0], stores[1], statistics, unigram_counts, manifest["content_fingerprint"])
 
 
@@ -346,7 +346,7 @@ def _log_reason(folder: Path, name: str, corpus: Corpus, settings: JsonObject) -
             logger.warning(message, changed, path.parent)
             break
     files = f"{len(corpus.files)} file{'s' * (len(corpus.files) != 1)}"
-    logger.info("preparing %s: %s, %.2f MB, in %s", name, files, corpus.size_bytes / 1e6, folder)
+    logger.info("preparing %s: %s, %s, in %s", name, files, format_bytes(corpus.size_bytes), folder)
     if others := unread_suffixes(corpus.source):
         counts = ", ".join(f"{count} x {suffix}" for suffix, count in sorted(others.items()))
         logger.warning("%s: other files in its folder are not read: %s", name, counts)

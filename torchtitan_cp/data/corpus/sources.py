@@ -51,9 +51,11 @@ def find_files(source: SourceKeys) -> Iterator[SourceFile]:
         found = True
         yield file
     if not found:
+        relative = where and not Path(where).expanduser().is_absolute()
         raise DataError(
             f"{source.where}.source = {source.source!r} finds no file at {source.where}.path = {where!r}",
-            fix=f"set {source.where}.path to {kind.expects}",
+            fix=f"set {source.where}.path to {kind.expects}"
+            + f"; a path is relative to the current directory, {Path.cwd()}" * bool(relative),
         )
 
 

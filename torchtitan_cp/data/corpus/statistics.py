@@ -85,10 +85,11 @@ class SourceStatistics:
 
 def statistics_table(sources: Mapping[str, SourceStatistics]) -> str:
     """Lines of a table of each source's training documents, for a terminal or a log."""
-    table = Table(title="Documents to train on, lengths in tokens", box=box.SIMPLE_HEAD)
+    title = "Documents to train on, lengths in tokens (≥4K: share of tokens in such ones)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.add_column("source", overflow="fold")
-    longer = [f"in ≥{name}" for name in LONG_TOKENS]
-    for header in ("documents", "tokens", "mean", "p50", "p90", "p99", "longest", *longer, "held out"):
+    longer = [f"≥{name}" for name in LONG_TOKENS]
+    for header in ("docs", "tokens", "mean", "p50", "p90", "p99", "longest", *longer, "held out"):
         table.add_column(header, justify="right")
     for name, statistics in sources.items():
         train = statistics.train

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import sys
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,14 +159,14 @@ def test_a_missing_extra_is_named_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, package: str
 ) -> None:
     def missing(name: str) -> None:
-        raise ImportError(name)
+        raise ModuleNotFoundError(name=name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError) as caught:
         check_corpus(rows_data(source, tmp_path))
     extra = "parquet" if source == "parquet" else "hub"
     assert f"data.source = '{source}' needs the package `{package}`, which is not installed" in str(caught.value)
-    assert f"fix: pip install 'torchtitan-cp[{extra}]'" in str(caught.value)
+    assert f"fix: {sys.executable} -m pip install 'torchtitan-cp[{extra}]'" in str(caught.value)
 
 
 JSON_LINES = [f"line {index} of the corpus ä\nwith a newline in it" for index in range(3000)]

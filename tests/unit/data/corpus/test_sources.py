@@ -70,6 +70,13 @@ def test_a_missing_path_is_named(tmp_path: Path) -> None:
     assert "fix: set data.path to a folder of text files, or a glob" in message
 
 
+def test_a_relative_path_that_is_missing_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refuse(text_data(Path("nowhere"))).endswith(f"; a path is relative to the current directory, {tmp_path}")
+
+
 def test_a_source_that_needs_a_path_says_so() -> None:
     message = refuse(Data(source="jsonl"))
     assert "data.source = 'jsonl' finds no file at data.path = ''\n  fix: set data.path to *.jsonl" in message

@@ -260,7 +260,7 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     message = refuse(kind="huggingface", path=str(json_file))
     assert "needs the package `tokenizers`, which is not installed" in message
-    assert "fix: pip install 'torchtitan-cp[hub]'" in message
+    assert f"fix: {sys.executable} -m pip install 'torchtitan-cp[hub]'" in message
 
 
 def opening(path: Path, **settings: Any) -> list[int]:
