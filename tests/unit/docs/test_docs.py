@@ -19,6 +19,7 @@ from torchtitan_cp.__main__ import COMMANDS as COMMANDS_BY_NAME
 from torchtitan_cp.config import UserError, load_config
 from torchtitan_cp.config.load import OVERRIDE
 from torchtitan_cp.training import registry
+from torchtitan_cp.training.resolve import resolve_run
 
 # Configs that a reader writes, and what environment variables of others begin with.
 OWN_CONFIGS = {"my.toml", "mine.toml"}
@@ -182,6 +183,18 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {command}" for page, command in COMMANDS])
 def test_a_command_of_the_pages_is_one_that_exists(page: str, command: str, parse: Callable[..., ParsedError]) -> None:
     check(command, parse)
+
+
+def test_the_config_of_the_page_that_extends_a_checkpoint_runs_on_a_node(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "how_to.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my.toml").write_text(shown)
+    registry.register(ARCHITECTURES)
+    for rope in ("theta = 8e6", 'kind = "yarn", factor = 8.0, original_seq_len = 8192'):
+        # In place of the reader's checkpoint, a flavor of that kind.
+        given = ["--model.hub_checkpoint=", "--model.flavor=8B", f"--curriculum.stages[0].rope={{{rope}}}"]
+        [stage] = resolve_run(load_config(tmp_path / "my.toml", given), 8, device="cuda").stages
+        assert (stage.cp, stage.dp, stage.micro_batches, stage.steps) == (8, 1, 64, 239)
 
 
 def test_every_page_that_shows_a_command_of_ours_has_it_looked_at() -> None:
