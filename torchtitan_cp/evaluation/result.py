@@ -196,8 +196,7 @@ class EvaluationResult:
             yield "since step 0: " + ", ".join(said)
         if repeated := [f"{name} {epochs:.1f} times" for name, epochs in self.held_out_epochs.items() if epochs > 1]:
             yield f"held-out text read more than once: {', '.join(repeated)} (evaluation.tokens)"
-        if self.left_out:
-            yield "not measured: " + "; ".join(self.left_out)
+        yield from (f"not measured: {reason}" for reason in self.left_out)
 
     def _retrieval_lines(self) -> Iterator[str]:
         for name, retrieval in self.retrieval.items():

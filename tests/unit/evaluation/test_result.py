@@ -62,6 +62,12 @@ def test_what_changed_since_step_0_is_said_of_what_was_measured_both_times() -> 
     assert not [line for line in result.lines(7, 64, nothing) if "since" in line]
 
 
+def test_what_was_not_measured_has_a_line_for_each_reason() -> None:
+    result = EvaluationResult(2.0, 3.0, {}, [0], [2.0], left_out=("context gain: too short", "passkey: no time"))
+    assert list(result.lines(7, 64))[-2:] == ["not measured: context gain: too short", "not measured: passkey: no time"]
+    assert not [line for line in result.lines(7, 64, brief=True) if "not measured" in line]
+
+
 def test_accuracy_is_plotted_by_length_and_of_many_lengths_those_of_stages_and_the_longest() -> None:
     def plotted(*lengths: int) -> set[str]:
         found = Retrieval(np.ones((2, len(lengths))), lengths, (0.0, 1.0))
