@@ -198,13 +198,17 @@ def key_hash(key: str) -> int:
 
 
 def check_corpus(data: Data) -> None:
-    """Check that every source has at least one file.
+    """Check that every source has at least one file, and warn of rows that are read as plain text.
 
     Raises:
         DataError: a path leads to no file, or an extra is missing.
     """
     for source in data.by_name().values():
-        next(find_files(source))
+        first = next(find_files(source))
+        if source.source == "text" and first.path.suffix == ".jsonl":
+            logger.warning(
+                f"{source.where}.source = 'text' reads {first.path} with its braces and quotes; 'jsonl' reads its rows"
+            )
 
 
 def _text(document: Document) -> str:

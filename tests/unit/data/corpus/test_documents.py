@@ -24,6 +24,15 @@ def test_the_check_finds_what_reading_would(tmp_path: Path) -> None:
     check_corpus(Data())
 
 
+def test_rows_that_are_read_as_plain_text_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = write_files(tmp_path / "rows", {"a.jsonl": '{"text": "1"}'})
+    check_corpus(text_data(write_files(tmp_path / "texts", {"a.txt": "1"})))
+    assert not caplog.messages
+    check_corpus(text_data(rows))
+    wanted = f"data.source = 'text' reads {rows}/a.jsonl with its braces and quotes; 'jsonl' reads its rows"
+    assert caplog.messages == [wanted]
+
+
 def test_a_corpus_without_a_document_says_what_was_skipped(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.txt": b"\xff", "b.txt": ""})
     message = refuse(text_data(tmp_path))
