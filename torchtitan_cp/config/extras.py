@@ -1,16 +1,21 @@
 """Packages that only some configs need."""
 
 import importlib
+import logging
 import platform
 import shlex
 import sys
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from types import ModuleType
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from torchtitan_cp.config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 DISTRIBUTION = "torchtitan-cp"
 ANY_NEWER_PYTHON = "3.99"
@@ -23,16 +28,18 @@ def import_extra(module: str, *, extra: str, needed_by: str, pinned: bool = Fals
         module: name of the module.
         extra: of this package, which installs it.
         needed_by: the key and value that need it, for the message.
-        pinned: only the versions that the extra allows will do.
+        pinned: a version below those that the extra allows will not do, and a later one is warned of.
 
     Raises:
-        ConfigError: it is not installed, has another version, or cannot be imported.
+        ConfigError: it is not installed, is too old, or cannot be imported.
     """
     package = module.partition(".")[0]
     allowed = _requirement(package, extra) if pinned else None
     if allowed and (version := _version(package)) and not allowed.specifier.contains(version, prereleases=True):
-        problem = f"the package `{package}` {allowed.specifier}, and {version} is installed"
-        raise ConfigError(f"{needed_by} needs {problem}", fix=_install(package, extra))
+        if any(Version(version) < Version(bound.version) for bound in allowed.specifier if bound.operator == ">="):
+            problem = f"the package `{package}` {allowed.specifier}, and {version} is installed"
+            raise ConfigError(f"{needed_by} needs {problem}", fix=_install(package, extra))
+        _warn_of_later(package, version, str(allowed.specifier))
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -41,6 +48,11 @@ def import_extra(module: str, *, extra: str, needed_by: str, pinned: bool = Fals
         raise ConfigError(
             f"{needed_by} needs the package `{package}`, which {problem}", fix=_install(package, extra)
         ) from error
+
+
+@cache  # once
+def _warn_of_later(package: str, version: str, allowed: str) -> None:
+    logger.warning(f"{package} {version} is later than the versions that were tested ({allowed})")
 
 
 def _install(package: str, extra: str) -> str:

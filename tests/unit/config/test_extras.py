@@ -1,4 +1,4 @@
-"""Optional packages: what is said of one that is missing, has another version or is broken, and how to mend it."""
+"""Optional packages: what is said of one that is missing, is too old or is broken, and how to mend it."""
 
 import importlib
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config import ConfigError, extras
 from torchtitan_cp.config.extras import import_extra
 
 INSTALL = f"\n  fix: {shlex.quote(sys.executable)} -m pip install 'torchtitan-cp[hub]'"
@@ -40,18 +40,25 @@ def test_a_package_that_is_there_and_broken_is_not_called_missing(
     assert "`broken_package`, which cannot be imported: No module named 'none_of_these_packages'" in message
 
 
-@pytest.mark.parametrize(("version", "right"), [("4.57.1", False), ("5.25.0", False), ("5.24.0", True)])
-def test_only_a_pinned_package_has_to_have_a_version_that_the_extra_allows(
-    monkeypatch: pytest.MonkeyPatch, version: str, right: bool
+def test_only_a_pinned_package_must_not_be_older_than_the_extra_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "4.57.1")
+    monkeypatch.setattr(importlib, "import_module", lambda name: sys)
+    assert import_extra("transformers", extra="hub", needed_by="") is sys
+    wanted = f"a.key = 'x' needs the package `transformers` <5.25,>=5.23, and 4.57.1 is installed{INSTALL}"
+    assert refusal("transformers", pinned=True) == wanted
+
+
+@pytest.mark.parametrize(("version", "warnings"), [("5.24.0", 0), ("5.25.0", 1)])
+def test_a_version_that_is_later_than_the_extra_allows_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warnings: int
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
     monkeypatch.setattr(importlib, "import_module", lambda name: sys)
-    assert import_extra("transformers", extra="hub", needed_by="") is sys
-    if right:
+    extras._warn_of_later.cache_clear()
+    for _ in range(2):
         assert import_extra("transformers", extra="hub", needed_by="", pinned=True) is sys
-    else:
-        wanted = f"a.key = 'x' needs the package `transformers` <5.25,>=5.23, and {version} is installed{INSTALL}"
-        assert refusal("transformers", pinned=True) == wanted
+    wanted = "transformers 5.25.0 is later than the versions that were tested (<5.25,>=5.23)"
+    assert caplog.messages == [wanted] * warnings
 
 
 def test_a_package_that_exists_for_a_newer_python_alone_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
