@@ -292,12 +292,12 @@ def check_weights(folder: Path, model: nn.Module, hub: Hub) -> None:
 
     def compare_tied(stored: StoredTensor, start: Sequence[int], whole: Tensor, *, compare: bool = False) -> bool:
         other = first.setdefault((whole, tuple(start)), stored)
-        return not compare or other is stored or _same_values(other, stored)
+        return not compare or other is stored or same_values(other, stored)
 
     load_parts(folder, [model], [name for name, _ in model.named_parameters()], hub, compare_tied)
 
 
-def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
+def same_values(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two stored tensors of one shape are equal in fp32, which parameters have; some rows at a time."""
     rows = range(0, one.get_shape()[0], COMPARED_ROWS)
     pairs = ((x[row : row + COMPARED_ROWS].float() for x in (one, other)) for row in rows)

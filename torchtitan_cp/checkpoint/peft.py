@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from torchtitan_cp.checkpoint.hub import hub_names, read_shard
+from torchtitan_cp.checkpoint.hub import hub_names, read_shard, same_values
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.contract import Hub, StoredTensor
 from torchtitan_cp.config.json_types import JsonObject
@@ -26,6 +26,8 @@ OTHER_KEYS = {
     **{"use_dora": (False,), "fan_in_fan_out": (False,), "bias": ("none",), "rank_pattern": ({},)},
     **{"alpha_pattern": ({},), "layer_replication": (None,), "alora_invocation_tokens": (None,)},
     **{"target_parameters": (None, []), "trainable_token_indices": (None,), "lora_bias": (False,)},
+    # PiSSA, CorDA, OLoRA and LoftQ change the base model's weights when the adapter is loaded.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
 }
 
 
@@ -136,7 +138,10 @@ def check_adapter(folder: Path, lora: Lora) -> None:
         raise ConfigError(f"{where} is an adapter of the type {config['peft_type']}", fix="give one of LoRA")
     for key, allowed in OTHER_KEYS.items():
         if (value := config.get(key)) and value not in allowed:
-            raise ConfigError(f"{where} has {key} = {value!r}, which [lora] does not have", fix="give another adapter")
+            raise ConfigError(
+                f"{where} has {key} = {value!r}, which [lora] does not have",
+                fix="give another adapter, or start from the model that PEFT merges it into",
+            )
     if scale != (lora.rank, lora.alpha, lora.rslora):
         raise ConfigError(
             f"{where} has r = {scale[0]}, lora_alpha = {scale[1]} and use_rslora = {scale[2]}, and [lora] has rank = "
@@ -170,13 +175,21 @@ def load_adapter(folder: Path, parts: Iterable[nn.Module], trained: Mapping[str,
         raise _unfitting(folder, f"has no {WEIGHTS_FILE} that can be read: {error}") from None
 
 
-def _check_names(folder: Path, names: Mapping[str, list[str]], stored: Iterable[str]) -> None:
-    """Refuse a file that lacks a tensor of [lora], or has one that it leaves out."""
+def _check_names(folder: Path, names: Mapping[str, list[str]], stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse a file that lacks a tensor of [lora], has one that it leaves out, or unties what the model ties."""
     firsts, known = {found[0] for found in names.values()}, {name for found in names.values() for name in found}
     if lacking := sorted(firsts - {*stored}):
         raise _unfitting(folder, f"has no {lacking[0]}, and [lora] trains {len(firsts)} tensors")
     if unknown := sorted({*stored} - known):
         raise _unfitting(folder, f"has {unknown[0]}, which [lora] does not train")
+    for first, other in ((found[0], other) for found in names.values() for other in found[1:]):
+        if other not in stored or not same_values(stored[first], stored[other]):
+            raise ConfigError(
+                f"model.adapter: {folder} has {first}, and {'other values in' if other in stored else 'no'} {other}, "
+                "which the model ties to it: with PEFT the two differ",
+                fix="train it with ensure_weight_tying = True, or start from the model that PEFT merges it into, with "
+                "tie_word_embeddings = false in its config.json",
+            )
 
 
 def _unfitting(folder: Path, problem: str) -> ConfigError:

@@ -150,6 +150,7 @@ def read_progress(folder: Path) -> Progress:
         raise DamagedError(f"{PROGRESS_FILE} cannot be read ({type(error).__name__}: {error})") from None
 
 
+FRESH = "fresh"  # base weights that no file holds
 NEW_RUN = "give the new run a folder of its own: --job.dump_folder=..."
 
 
@@ -171,7 +172,7 @@ def check_identity(
     """
     saved = {"lora": "none", **saved}  # earlier versions trained all weights, or had no other base
     if isinstance(saved["lora"], dict):
-        saved["lora"] = {"base": "bfloat16", **saved["lora"]}
+        saved = {"base weights": FRESH, **saved, "lora": {"base": "bfloat16", **saved["lora"]}}
     for name, value in now.items():
         if _compared(saved.get(name, value)) == _compared(value):
             continue

@@ -83,8 +83,9 @@ def open_hub_checkpoint(path: str, text: Config | None) -> HubCheckpoint:
 
     Args:
         path: a folder or a name on the hub.
-        text: a config whose corpus and lengths are used; its architecture too, if it starts from a checkpoint. None:
-            Python's standard library, at the checkpoint's length, up to HUB_TOKENS.
+        text: a config whose corpus and lengths are used; its architecture too, if it starts from a checkpoint; not its
+            [lora], which would round the weights. None: Python's standard library, at the checkpoint's length, up to
+            HUB_TOKENS.
 
     Raises:
         ConfigError: config.json cannot be read.
@@ -96,7 +97,7 @@ def open_hub_checkpoint(path: str, text: Config | None) -> HubCheckpoint:
         text = Config(curriculum=Curriculum((Stage(seq_len=length, steps=1),)))
     stages = tuple(replace(stage, rope=None) for stage in text.curriculum.stages)
     tokenizer = Tokenizer(bos=text.tokenizer.bos) if find_tokenizers(hub_folder(model)) else text.tokenizer
-    config = replace(text, model=model, tokenizer=tokenizer).with_keys(curriculum={"stages": stages})
+    config = replace(text, model=model, tokenizer=tokenizer, lora=None).with_keys(curriculum={"stages": stages})
     return HubCheckpoint(path, config)
 
 

@@ -22,7 +22,7 @@ from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.parallel.activation import checkpointed, tiled
 from torchtitan_cp.parallel.experts import shard_experts
 from torchtitan_cp.parallel.float8 import convert_linears
-from torchtitan_cp.parallel.lora import ADAPTER_NAMES, BASE_DTYPE, add_adapters, draw_adapter, freeze_base
+from torchtitan_cp.parallel.lora import ADAPTER_NAMES, BASE_DTYPE, add_adapters, draw_adapter
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.nf4 import PARAMETER as NF4_PARAMETER
 from torchtitan_cp.parallel.nf4 import NF4Linear, check_nf4, fill_tables
@@ -36,15 +36,13 @@ def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], 
     """Prepare a model on the meta device to train, in place.
 
     Args:
-        model: has `layers` with `mlp`, and `init_std`; see models/architecture.py.
+        model: has `layers` with `mlp`, and `init_std`; see models/architecture.py. With [lora] it is frozen by now.
         roles: the architecture's plan for tensor parallelism.
     """
     if config.training.float8 != "none":
         convert_linears(model, config.training.float8, meshes.device_type)
-    if config.lora:
-        if config.lora.base == "nf4":
-            check_nf4()
-        freeze_base(model, config.lora)
+    if config.lora and config.lora.base == "nf4":
+        check_nf4()
     if meshes.tp:
         apply_tensor_parallel(model, roles, meshes.tp)
         if config.parallel.async_tp:

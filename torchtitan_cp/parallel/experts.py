@@ -68,7 +68,8 @@ def dispatch_experts(model: nn.Module, sums: RoutingSums, group: ProcessGroup | 
         group: the ranks that share the experts; None: each has all.
     """
     for layer, experts in getattr(model, "experts", {}).items():
-        experts.dispatch = ExpertDispatch(layer, experts, sums, group)
+        trains = any(parameter.requires_grad for parameter in model.layers[str(layer)].parameters())  # type: ignore[index, union-attr]
+        experts.dispatch = ExpertDispatch(layer, experts, sums, group, trains=trains)
         # One function for all layers: torch.compile guards the identity of a forward, or of a method's function.
         experts.forward = MethodType(_forward, experts)
 
@@ -90,10 +91,17 @@ class ExpertDispatch:
     """The forward of a layer's experts, of which this rank has a share; see `dispatch_experts`.
 
     Tokens go to other ranks in two chunks on CUDA, so that one travels while the experts compute the other.
+
+    Args:
+        trains: some weight of the layer is trained, so that a backward reaches it, which may recompute it.
     """
 
-    def __init__(self, layer: int, module: nn.Module, sums: RoutingSums, group: ProcessGroup | None) -> None:
-        self.module, self.sums, self.group = module, sums.layers[layer], group
+    def __init__(
+        self, layer: int, module: nn.Module, sums: RoutingSums, group: ProcessGroup | None, *, trains: bool
+    ) -> None:
+        self.module, self.sums, self.group, self.trains = module, sums.layers[layer], group, trains
+        # Beside frozen layers, the input of the experts may have no gradient.
+        self.has_gradient = torch.zeros((), device=self.sums.device, requires_grad=True)
         self.ranks, self.experts = group.size() if group else 1, sums.experts
         if hasattr(module, "num_experts"):  # transformers' forward reads it
             vars(module)["num_experts"] = self.experts // self.ranks
@@ -113,8 +121,11 @@ class ExpertDispatch:
             normalized = shares.detach().double()
             normalized = normalized / normalized.sum(-1, keepdim=True)
             routing = counts.sum(0), torch.special.entr(normalized).sum()
-            # On the input, as FSDP warns of modules whose output is a view.
-            hidden = _Counted.apply(hidden, self.sums, routing)
+            if hidden.requires_grad or self.trains:
+                # On the input, as FSDP warns of modules whose output is a view.
+                hidden = _Counted.apply(hidden, self.has_gradient, self.sums, routing)
+            else:
+                _add_routing(self.sums, *routing)
         if self.ranks > 1:
             return self._dispatch(hidden, chosen, shares, counts)
         return self._compute(hidden, chosen, shares)
@@ -215,20 +226,26 @@ def _wait(rows: Tensor) -> Tensor:
 
 class _Routing(Protocol):
     sums: Tensor
-    routing: tuple[Tensor, ...]
+    routing: tuple[Tensor, Tensor]
 
 
 class _Counted(torch.autograd.Function):
     """The identity; adds up a layer's routing in backward. A tensor hook cannot do that in compiled code."""
 
     @staticmethod
-    def forward(ctx: _Routing, hidden: Tensor, sums: Tensor, routing: tuple[Tensor, ...]) -> Tensor:
+    def forward(
+        ctx: _Routing, hidden: Tensor, has_gradient: Tensor, sums: Tensor, routing: tuple[Tensor, Tensor]
+    ) -> Tensor:
         ctx.sums, ctx.routing = sums, routing
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: _Routing, gradient: Tensor) -> tuple[Tensor, None, None]:
-        counts, entropy = ctx.routing
-        ctx.sums[:-1] += counts.to(ctx.sums.device)  # a dry run's counts are on the host
-        ctx.sums[-1] += entropy
-        return gradient, None, None
+    def backward(ctx: _Routing, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        _add_routing(ctx.sums, *ctx.routing)
+        return gradient, None, None, None
+
+
+def _add_routing(sums: Tensor, counts: Tensor, entropy: Tensor) -> None:
+    """Add the routing of a forward to a layer's sums."""
+    sums[:-1] += counts.to(sums.device)  # a dry run's counts are on the host
+    sums[-1] += entropy

@@ -92,7 +92,7 @@ def apply_lora(model: LanguageModel, lora: Lora) -> None:
 
 
 def freeze_base(model: LanguageModel, lora: Lora) -> None:
-    """Freeze all weights but those that are trained whole, and store the frozen ones in bf16; in place."""
+    """Freeze all weights of a whole model but those trained whole, and store the frozen ones in bf16; in place."""
     trained = set(find_targets(model, lora).trained)
     for name, parameter in model.named_parameters():
         if name not in trained:

@@ -22,7 +22,7 @@ from torchtitan_cp.checkpoint.peft import (
     peft_names,
     save_adapter,
 )
-from torchtitan_cp.checkpoint.progress import check_identity
+from torchtitan_cp.checkpoint.progress import FRESH, check_identity
 from torchtitan_cp.checkpoint.weights import SavedModel
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.contract import LanguageModel, ModelArgs
@@ -52,7 +52,7 @@ def adapter_identity(config: Config) -> JsonObject:
         return {"lora": "none"}
     settings = {name: list(x) if isinstance(x, tuple) else x for name, x in dataclasses.asdict(config.lora).items()}
     if not starts_from_weights(config):
-        return {"lora": settings}
+        return {"lora": settings, "base weights": FRESH}
     digest = digest_weights(registry.hub_folder(config.model, WEIGHT_FILES))
     return {"lora": settings, "base weights": {"path": config.model.hub_checkpoint, "digest": digest}}
 

@@ -28,6 +28,7 @@ from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.rules import check_rules
 from torchtitan_cp.parallel.apply import parallelize, uncompiled_blocks, wrap_blocks
 from torchtitan_cp.parallel.experts import Routing, RoutingSums, dispatch_experts
+from torchtitan_cp.parallel.lora import freeze_base
 from torchtitan_cp.parallel.lora_targets import check_pipeline_targets
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Forward, Pipeline
@@ -198,6 +199,8 @@ class ParallelModel:
             whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
             self.trained_names = registry.trained_names(part, config.lora)
             self.lora_counts = registry.lora_counts(part, args, config.lora) if config.lora else None
+            if config.lora:  # while all names are there: a pattern for a tied output names the first part's embedding
+                freeze_base(part, config.lora)
             part.keep_layers(*self.layers.layers[number])
             parallelize(part, meshes, sharding, run.config_of(stage))
             dispatch_experts(part, self.routing, experts[0].get_group() if experts else None)

@@ -99,6 +99,19 @@ def test_other_weights_and_other_settings_are_refused(
         ranks(2)(train, run_toml, folder, *LORA, f"--model.hub_checkpoint={base}", *keys)
 
 
+def test_adapters_do_not_go_on_beside_fresh_weights_nor_the_other_way_round(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    fresh, folder = "--model.load_weights=false", f"--job.dump_folder={run_toml.parent / 'fresh'}"
+    with pytest.raises(
+        RankFailure, match=r"was written with base weights .*'digest': .*and the config now gives fresh"
+    ):
+        ranks(2)(train, run_toml, stopped_copy(run_toml, "beside-fresh"), *LORA, fresh)
+    ranks(2)(train, run_toml, folder, *LORA, fresh, "--curriculum.stages[0].steps=3")
+    with pytest.raises(RankFailure, match=r"was written with base weights fresh, and the config now gives .*'digest'"):
+        ranks(2)(train, run_toml, folder, *LORA)
+
+
 def test_a_run_that_trained_all_weights_is_not_continued_by_adapters(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:

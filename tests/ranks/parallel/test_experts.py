@@ -56,7 +56,7 @@ def run(choice: str, seed: int, chunks: int) -> tuple[Tensor, ...]:
     assert mesh
     shard_experts(shared, mesh[0])
     sums = RoutingSums(1, X, torch.device("cpu"))
-    dispatch = ExpertDispatch(0, shared.of_layer, sums, mesh[0].get_group())
+    dispatch = ExpertDispatch(0, shared.of_layer, sums, mesh[0].get_group(), trains=True)
     dispatch.chunks = chunks
     own, theirs = (tuple(x.clone().requires_grad_() for x in (hidden, shares)) for _ in range(2))
     out = dispatch(own[0], chosen, own[1])

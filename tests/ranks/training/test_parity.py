@@ -55,7 +55,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "shared experts": (*EXPERTS, FOUR_LAYERS, "model.overrides.n_shared_experts=2", "model.overrides.balance=0.0"),
     "routers": ROUTED,
     "Qwen3.5": HYBRID_MODEL,
-    "adapters": (FOUR_LAYERS, QK_NORM, "lora.rank=6", "lora.train=['norm', 'tok_embeddings']"),
+    # The output is the embedding, by a name that only the last part of a pipeline has.
+    "adapters": (FOUR_LAYERS, QK_NORM, "lora.rank=6", "lora.train=['norm', 'output']"),
     # Keys and values have half a group of weights and stay in bf16.
     "adapters on NF4": (
         *(f"model.overrides.{size}" for size in ("dim=128", "head_dim=32", "ffn_dim=128", "n_layers=4")),

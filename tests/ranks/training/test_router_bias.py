@@ -187,6 +187,18 @@ def test_a_run_that_goes_on_in_any_layout_has_the_loads_and_biases_of_one_rank(
     assert min(bias.abs().max() for bias in wanted_biases.values()) >= RATE
 
 
+@pytest.mark.parametrize("keys", [(), ("--lora.train=['layers.0.router']", "--activation.checkpoint=full")])
+def test_layers_whose_input_has_no_gradient_count_too(
+    ranks: Callable[[int], RankPool], native_toml: Path, tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    adapters = ("--lora.targets=['layers.1']", "--checkpoint.enable=false", f"--job.dump_folder={tmp_path}/run")
+    lines, biases = ranks(1)(train_with_biases, native_toml, *adapters, *keys)[0]
+    for line in lines:
+        assert set(line["expert_load"]) == {"0", "1"}
+        assert all(0.9 * math.log(2) < each <= math.log(2) + 1e-6 for each in line["router_entropy"].values())
+    assert biases[0].abs().max() >= RATE
+
+
 # Nobody chooses the experts of the first of two ranks, which then gets no row, only sends.
 HALF = torch.tensor([-10.0, -10, -10, 0, 0, 0])
 

@@ -2,12 +2,14 @@
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from tests.support.runs import TINY, write_run
 from torchtitan_cp.cli.evaluate import HUB_TOKENS, evaluation_config, is_hub_checkpoint, open_hub_checkpoint
 from torchtitan_cp.config import load_config
 from torchtitan_cp.config.check import check_config
+from torchtitan_cp.config.training import Lora
 from torchtitan_cp.curriculum import resolve_stages
 
 
@@ -47,5 +49,7 @@ def test_a_config_gives_text_and_lengths_and_neither_rope_nor_a_tokenizer_that_t
     assert (found.config.model.flavor, found.config.model.overrides) == ("", {})
     (tmp_path / "tokenizer.model").write_text("")
     assert open_hub_checkpoint(str(tmp_path), text).config.tokenizer.kind == "sentencepiece"
+    adapted = open_hub_checkpoint(str(tmp_path), replace(text, lora=Lora(base="nf4")))
+    assert adapted.config.lora is None, "its weights are evaluated as they are"
     starts = text.with_keys(model={"hub_checkpoint": "elsewhere"})
     assert open_hub_checkpoint(str(tmp_path), starts).config.model.architecture == "llama"
