@@ -21,6 +21,8 @@ from torchtitan_cp.config.training import Lora
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 MATRICES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # ours, and theirs
+# Ends of names that PEFT takes for an expert's projections, in families whose experts transformers 5 has in one tensor.
+EXPERT_PROJECTIONS = ".gate_proj", ".up_proj", ".down_proj"
 # Keys of adapter_config.json with which PEFT computes something else than [lora], and the values that are no such case.
 OTHER_KEYS = {
     **{"use_dora": (False,), "fan_in_fan_out": (False,), "bias": ("none",), "rank_pattern": ({},)},
@@ -90,7 +92,7 @@ def adapter_config(
 
     Args:
         base: folder of the base model, or its name on the hub.
-        adapted: hub names of the layers with adapters; others: those of the model's other linear layers.
+        adapted: hub names of the layers with adapters; others: those of the model's other modules.
         whole: hub names of the modules that are trained whole.
     """
     adapted, others = list(adapted), {name.rpartition(".")[2] for name in others}

@@ -79,13 +79,21 @@ def count_trained(model: LanguageModel, lora: Lora, experts_share: float) -> Lor
 
 
 def check_targets(model: LanguageModel, lora: Lora) -> None:
-    """Refuse a pattern of [lora] that finds nothing in the whole model, or what cannot have an adapter.
+    """Refuse a model without linear layers, and a pattern of [lora] that finds nothing, or what takes no adapter.
+
+    Args:
+        model: the whole one.
 
     Raises:
         ConfigError: naming the pattern, and what it found instead.
     """
     linears, modules = _linear_layers(model), [name for name, _ in model.named_modules()]
     experts = [name for name, module in model.named_modules() if module in model.experts.values()]
+    if not linears and (lora.targets or not lora.train):
+        raise ConfigError(
+            "[lora]: the blocks of this model have no linear layer that takes an adapter",
+            fix="name modules to train whole in lora.train, or leave out [lora]",
+        )
     for index, pattern in enumerate(lora.targets):
         if any(re.search(pattern, name) for name in linears):
             continue

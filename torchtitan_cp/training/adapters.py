@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchtitan_cp.checkpoint.base import digest_weights
 from torchtitan_cp.checkpoint.hub import WEIGHT_FILES, load_parts, read_shard
 from torchtitan_cp.checkpoint.peft import (
+    EXPERT_PROJECTIONS,
     PREFIX,
     Trained,
     adapter_config,
@@ -128,16 +129,20 @@ def write_adapter(saved: SavedModel, args: ModelArgs, out: Path, dtype: torch.dt
     by_peft_name = {name: tensors[our].to(dtype).clone() for our, found in names.items() for name in found}
     whole = {name.removeprefix(PREFIX).rpartition(".")[0] for name in by_peft_name if not is_of_adapter(name)}
     model = registry.empty_model(config.model, args)
-    adapted = find_targets(model, config.lora).adapted
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    values = adapter_config(
-        config.lora,
-        config.model.hub_checkpoint,
-        [hub_module(name, hub) for name in adapted],
-        [hub_module(name, hub) for name in linears if name not in adapted],
-        sorted(whole),
-    )
+    adapted = {model.get_submodule(name) for name in find_targets(model, config.lora).adapted}
+    modules = [*model.named_modules(remove_duplicate=False)]  # a module that layers share has several names
+    targets = [hub_module(name, hub) for name, module in modules if module in adapted]
+    # With names of transformers all modules count; of ours only linear layers have a name there.
+    others = [(name, module) for name, module in modules if module not in adapted]
+    other_names = [hub_module(name, hub) for name, module in others if hub.load or isinstance(module, nn.Linear)]
+    values = adapter_config(config.lora, config.model.hub_checkpoint, targets, other_names, sorted(whole))
     save_adapter(out, values, by_peft_name)
+    if args.n_experts and (mistaken := [name for name in targets if name.endswith(EXPERT_PROJECTIONS)]):
+        logger.warning(
+            "PEFT may take the adapter of %s, and of all layers named %s, for experts', and leave it out: of many "
+            "families 0.21 does so with transformers 5. Compare the logits, or export the whole model with --merge",
+            *(mistaken[0], ", ".join(name[1:] for name in EXPERT_PROJECTIONS)),
+        )
 
 
 Tensors = tuple[dict[str, tuple[torch.Size, torch.dtype]], Callable[[list[str]], dict[str, Tensor]]]

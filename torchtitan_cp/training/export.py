@@ -22,6 +22,7 @@ from torchtitan_cp.checkpoint.hub import (
 )
 from torchtitan_cp.checkpoint.hub_rope import rope_changes, rope_parameters
 from torchtitan_cp.checkpoint.manager import CheckpointManager
+from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
 from torchtitan_cp.checkpoint.save import sync
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
@@ -94,7 +95,10 @@ def start_exports(folder: Path, dtype: str, tokenizer: Tokenizer) -> Callable[[b
 
 
 def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: threading.Event) -> None:
-    """Export every stage's end once, until `ended` is set. Failures are logged, and training goes on."""
+    """Export every stage's end, and again what was trained again, until `ended` is set.
+
+    Failures are logged, and training goes on.
+    """
     tried, is_last_poll = set[Path](), False
     while not is_last_poll:
         is_last_poll, stage_ends = ended.wait(POLL_SECONDS), list[Path]()
@@ -106,11 +110,16 @@ def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: thread
             tried.add(checkpoint)
             out = folder / "hub" / checkpoint.name
             try:
-                if not out.exists():
-                    export(checkpoint, out, dtype, tokenizer)
+                if not _is_exported(checkpoint, out):
+                    _write_export(checkpoint, out, dtype, tokenizer)
                     logger.info("%s is written, for transformers", out)
             except Exception as error:
                 logger.error("NO EXPORT of %s: %s. The next start of the run tries again", checkpoint, error)
+
+
+def _is_exported(checkpoint: Path, out: Path) -> bool:
+    """Whether an export is as new as its checkpoint, which a run that went back may have written again."""
+    return out.exists() and out.stat().st_mtime_ns >= (checkpoint / MANIFEST_FILE).stat().st_mtime_ns
 
 
 def export(
@@ -133,6 +142,11 @@ def export(
     """
     if out.exists():
         raise ConfigError(f"{out} exists already", fix="give a new folder")
+    _write_export(checkpoint, out, dtype, tokenizer, merge=merge)
+
+
+def _write_export(checkpoint: Path, out: Path, dtype: str, tokenizer: Tokenizer | None, *, merge: bool = False) -> None:
+    """As `export`, in place of an older one."""
     saved = open_saved_model(checkpoint)
     if merge and saved.config.lora is None:
         raise ConfigError(f"{saved.path} has no adapters to merge", fix="leave out --merge")
@@ -155,6 +169,7 @@ def export(
         _read_back(saved, args, unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
             sync(path)
+        shutil.rmtree(out, ignore_errors=True)
         unfinished.rename(out)
         sync(out.parent)
     finally:

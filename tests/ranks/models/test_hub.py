@@ -315,6 +315,17 @@ def test_each_stage_end_is_written_for_transformers_beside_training_and_what_is_
     assert {path.name for path in hub.iterdir()} == {"step-2", "step-4"}
 
 
+def test_a_stage_that_is_trained_again_is_written_again(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    path, keys = write_run(tmp_path, TINY), ("--checkpoint.export=float32", "--checkpoint.interval=1")
+    ranks(1)(train, path, *keys, "--curriculum.stages[0].steps=2")
+    hub, checkpoints = tmp_path / "run" / "hub", tmp_path / "run" / "checkpoints"
+    shutil.rmtree(checkpoints / "step-2")
+    ranks(1)(train, path, *keys, "--curriculum.stages[0].steps=2", "--optimizer.lr=0.1")
+    tokens = torch.randint(256, (1, 128))
+    assert close(in_transformers(hub / "step-2", tokens)[1], logits_here(checkpoints / "step-2", tokens))
+    assert {path.name for path in hub.iterdir()} == {"step-2"}
+
+
 def train_and_listen(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[str]]:
     lines: list[str] = []
     handler = logging.Handler()

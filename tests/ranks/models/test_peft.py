@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.hub_models import PLAIN, write_start
+from tests.support.huggingface_families import FAMILIES, eager_model
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.runs import prepared, train
+from tests.support.runs import prepared, train, write_run
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli.evaluate import evaluate
 from torchtitan_cp.cli.generate import KVCache, load_model
@@ -91,6 +92,29 @@ def test_peft_and_transformers_have_the_logits_of_the_adapted_model(
     assert all(torch.equal(returned[name], tensor) for name, tensor in sent.items())
     configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("returned", "adapter")]
     assert configs[0] == configs[1]
+
+
+# A module that several layers share; experts in one tensor, beside which PEFT misreads adapters of other layers.
+@pytest.mark.parametrize(("family", "read"), [("Zamba2", True), ("DeepSeek-V3", False)])
+@torch.no_grad()
+def test_peft_reads_an_adapter_of_a_model_of_transformers_or_the_export_warns(
+    ranks: Callable[[int], RankPool], tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, read: bool
+) -> None:
+    base = eager_model(FAMILIES[family])
+    for parameter in base.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+    base.save_pretrained(tmp_path / "hub")
+    keys = (*PLAIN, "--model.architecture=huggingface", f"--model.hub_checkpoint={tmp_path}/hub")
+    ranks(1)(train, write_run(tmp_path), *TRAINED, *keys)
+    tokens = torch.arange(40)[None] * 7 % 200
+    model = load_model(open_saved_model(tmp_path / "run"), torch.device("cpu"))
+    ours = model(tokens, torch.arange(40), iter([KVCache() for _ in range(3 * len(model.layers))]))
+    export(tmp_path / "run", tmp_path / "adapter")
+    assert not close(base(tokens).logits, ours), "it was trained"
+    theirs = PeftModel.from_pretrained(base_model(tmp_path / "hub"), tmp_path / "adapter")(tokens).logits
+    assert close(theirs, ours) is read
+    warning = "PEFT may take the adapter of model.layers.0.mlp.gate_proj, and of all layers named gate_proj, up_"
+    assert (warning not in caplog.text) is read
 
 
 def test_an_adapter_of_other_settings_or_another_model_is_refused(

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from torch import nn
 
 from models import ARCHITECTURES
 from models.llama import FLAVORS
@@ -59,6 +60,18 @@ def test_frozen_linear_layers_of_whole_groups_are_in_nf4_with_or_without_an_adap
 def test_a_pattern_that_finds_nothing_is_refused_with_what_there_is(lora: Lora, wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
         check_targets(model_of("moe"), lora)
+
+
+@pytest.mark.parametrize("lora", [Lora(), Lora(targets=("c_attn",), train=("ln_f",))])
+def test_a_model_whose_blocks_have_no_linear_layer_is_refused(lora: Lora) -> None:
+    model = model_of("llama")
+    for block in model.layers.values():
+        for name, module in list(block.named_modules()):
+            if isinstance(module, nn.Linear):
+                block.set_submodule(name, nn.Embedding(2, 2))  # as Conv1D of transformers is, no linear layer
+    with pytest.raises(ConfigError, match=r"blocks of this model have no linear layer .*\n.*train whole in lora.train"):
+        check_targets(model, lora)
+    check_targets(model, Lora(train=("^norm$",)))
 
 
 def test_a_pipeline_stage_without_trained_weights_is_refused() -> None:
