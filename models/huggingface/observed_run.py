@@ -7,25 +7,29 @@ module mixes tokens outside attention. Likewise, convolutions return their input
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from models.huggingface.attention import NAME, attention, registered
+from models.huggingface.attention import attention, registered
 from models.huggingface.linear import LinearFunctions, redirect
 
+# Of the functions of an observed run, apart from training's: exports observe one in a thread while training goes on.
+NAME = "torchtitan_cp_observed"
 TOKENS = 29
 _MASK_QUERIES = (2**20 - 1, 700_001, 300_007)  # positions at which a mask is evaluated
 _MASK_OFFSET = 2.0**23  # marks the masks made here; added to a window, it leaves the window exact in fp32
 _NO_WINDOW = -1
 DELTA_RULE, KIMI_RULE, SCAN = "gated delta rule", "Kimi delta rule", "Mamba-2 scan"  # names of recurrences
+
+AttentionInterface.register(NAME, attention)  # or no model could be built with it
 
 # The module that calls attention, or a convolution or recurrence; and its fields of a LayerInfo or LinearInfo.
 Call = tuple[nn.Module, dict[str, Any]]
@@ -64,31 +68,37 @@ class ObservedRun(TorchFunctionMode):
         self.fingerprints: dict[str, Tensor] = {}
         self.experts_per_token: dict[nn.Module, int] = {}
         self._running: list[nn.Module] = []
-        self._random_state = torch.get_rng_state()
 
     @torch.no_grad()
     def forward(self, model: nn.Module, tokens: Tensor, positions: Tensor) -> "ObservedRun":
         """Run the model once, and return this."""
         self.tokens = len(tokens)
         redirect(model, LinearFunctions(self, self))  # type: ignore[arg-type]
+        with ExitStack() as hooks:
+            for module in model.modules():
+                hooks.enter_context(module.register_forward_pre_hook(self._before_module))
+                hooks.enter_context(module.register_forward_hook(self._after_module))
+            output = self._run(model, tokens, positions)
+        self.logits = output.logits.double().flatten()
+        return self
+
+    def _run(self, model: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
+        """Call the model, which has the hooks."""
         with (
             registered(AttentionInterface, NAME, self._attention),
             registered(ExpertsInterface, NAME, self._run_experts),
             registered(AttentionMaskInterface, NAME, _window_mask) if self.masks else nullcontext(),
-            register_module_forward_pre_hook(self._before_module),
-            register_module_forward_hook(self._after_module),
+            _RandomOperators(lambda: self._refuse(self._running[-1], "is random: set its dropout or jitter to 0")),
             self,
         ):
             try:
-                output = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plans=self)
+                return model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plans=self)
             except RefusedError:
                 raise
             except Exception as error:
                 module = self._running[-1] if self._running else model
                 reason = f"does not run on {self.tokens} tokens and their positions: {type(error).__name__}: {error}"
                 raise self._refuse(module, reason) from error
-        self.logits = output.logits.double().flatten()
-        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -184,29 +194,35 @@ class ObservedRun(TorchFunctionMode):
             self.fingerprints[name] = rows @ torch.cos(torch.arange(rows.shape[1]) + 1.0)
 
     def _before_module(self, module: nn.Module, inputs: Any) -> None:
-        self._check_random()
         if self._running and inputs and not any(module.children()):
             # Its parent computes it.
             self._add_fingerprint(f"{label(self._running[-1], self.names)}, to {self.names.get(module)}", inputs[0])
         self._running.append(module)
 
     def _after_module(self, module: nn.Module, _: Any, output: Any) -> None:
-        self._check_random()
         self._running.pop()
         if sum(1 for _ in module.parameters(recurse=False)) == sum(1 for _ in module.parameters()) > 0:
             self.weighted.append(module)
         first = output[0] if isinstance(output, tuple | list) and output else output
         self._add_fingerprint(label(module, self.names), first)
 
-    def _check_random(self) -> None:
-        """Refuse a module that has drawn random numbers."""
-        if not torch.equal(torch.get_rng_state(), self._random_state):
-            raise self._refuse(self._running[-1], "is random: set its dropout or jitter to 0")
-
     def differences(self, other: "ObservedRun", tokens: Any = slice(None)) -> list[str]:
         """Names of what has other fingerprints in another run, of these tokens, in the order of this run."""
         both = {name: (x[tokens], other.fingerprints.get(name)) for name, x in self.fingerprints.items()}
         return [name for name, (x, y) in both.items() if y is not None and not nearly_equal(x, y)]
+
+
+class _RandomOperators(TorchDispatchMode):
+    """Raises an error where random numbers are drawn, in this thread."""
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        super().__init__()
+        self.error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):  # operators of higher order have none
+            raise self.error()
+        return func(*args, **(kwargs or {}))
 
 
 def label(module: nn.Module, names: Mapping[nn.Module, str]) -> str:

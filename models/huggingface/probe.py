@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from models.huggingface.attention import NAME
 from models.huggingface.init import on_meta
-from models.huggingface.observed_run import TOKENS, Call, ObservedRun, RefusedError, label
+from models.huggingface.observed_run import NAME, TOKENS, Call, ObservedRun, RefusedError, label
 
 _SHARD = [*range(6), *range(22, 29)]  # 13 of the tokens. Both numbers are primes, so no other dim is equal to them.
 _LARGE = 2**18  # larger parameters are left without values

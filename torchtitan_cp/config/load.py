@@ -114,7 +114,7 @@ def apply_override(table: dict[str, object], override: str) -> None:
             entries, index = _entry(node, step, override)
             node = entries[index]
     try:
-        value = tomli.loads(f"value = {match[2]}")["value"]
+        [value] = tomli.loads(f"value = {match[2]}").values()  # more of them: a text of several lines
     except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond Python's limits
         value = {"True": True, "False": False}.get(match[2], match[2])  # as Python writes them
     if isinstance(node, dict):

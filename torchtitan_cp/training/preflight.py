@@ -126,7 +126,7 @@ def check_before_corpus(run: ResolvedRun, device: str, *, trains: bool = True, d
         check_hub_weights(config, args, download=download)
         if config.model.checkpoint and not has_checkpoints(config):
             _check_run_weights(config, args)
-        if config.lora and config.model.adapter:
+        if config.lora and config.model.adapter and not has_checkpoints(config):
             check_adapter(Path(os.path.expanduser(config.model.adapter)), config.lora)
     return args
 

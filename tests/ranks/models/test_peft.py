@@ -1,6 +1,7 @@
 """Adapters in PEFT's format, out and in, and merged, with PEFT and transformers as the judges."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,18 @@ def test_an_adapter_of_other_settings_or_another_model_is_refused(
     config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
     with pytest.raises(RankFailure, match=r"has use_dora = True, which \[lora\] does not have"):
         ranks(1)(train, path, *ONE_STEP, *again, "--lora.rank=4")
+
+
+def test_a_run_resumes_without_the_adapter_that_it_started_from(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path, keys = write_base(tmp_path, "llama"), ("--lora.rank=4", f"--job.dump_folder={tmp_path}/again")
+    ranks(1)(train, path, *TRAINED, *ONE_STEP)
+    export(tmp_path / "run", tmp_path / "adapter")
+    keys += (f"--model.adapter={tmp_path}/adapter",)
+    ranks(1)(train, path, *keys, *ONE_STEP)
+    shutil.rmtree(tmp_path / "adapter")
+    assert len(ranks(1)(train, path, *keys, "--curriculum.stages[0].steps=2")[0]) == 2
 
 
 def test_a_run_without_adapters_has_none_to_merge(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:

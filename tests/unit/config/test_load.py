@@ -230,6 +230,7 @@ def test_the_end_of_a_stage_on_the_command_line_replaces_that_of_the_file(
         ("--training.seed.x=1", "[x] does not exist in the value 1"),
         (f"--optimizer.lr=1{'0' * 5000}", "optimizer.lr must be a number, got '1000"),
         (f"--training.seed={'[' * 3000}", "training.seed must be an integer, got '[[["),
+        ("--training.seed=1\nlr = 2", r"training.seed must be an integer, got '1\nlr = 2'"),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, wanted: str) -> None:

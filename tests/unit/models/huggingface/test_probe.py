@@ -3,18 +3,23 @@
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules import module as hooks_of_all_modules
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface
 
 from models import ARCHITECTURES
-from models.huggingface.args import HuggingFaceArgs, args_from_config
+from models.huggingface.args import HuggingFaceArgs, args_from_config, parse_config
+from models.huggingface.attention import NAME, attention
 from models.huggingface.model import HuggingFaceModel
-from models.huggingface.probe import FIXED
+from models.huggingface.observed_run import ObservedRun
+from models.huggingface.probe import FIXED, probe_model
 from models.llama import FLAVORS
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, REFUSED, WINDOW
@@ -54,6 +59,23 @@ WHISPER = dict.fromkeys(("encoder_layers", "decoder_layers", "num_hidden_layers"
 
 def tiny(family: str, **overrides: Any) -> HuggingFaceArgs:
     return args_from_config(FAMILIES[family], overrides)
+
+
+def test_a_probe_leaves_a_model_that_trains_in_another_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, seen = ObservedRun._attend, list[Any]()
+
+    def watched(run: ObservedRun, *arguments: Any, **options: Any) -> Any:
+        hooks = hooks_of_all_modules._global_forward_hooks, hooks_of_all_modules._global_forward_pre_hooks
+        seen.append((AttentionInterface._global_mapping[NAME], *map(len, hooks)))
+        training = threading.Thread(target=torch.rand, args=(1,))
+        training.start()
+        training.join()
+        return attend(run, *arguments, **options)
+
+    monkeypatch.setattr(ObservedRun, "_attend", watched)
+    probe_model(parse_config(FAMILIES["Qwen2"]))
+    assert seen
+    assert all(each == (attention, 0, 0) for each in seen)
 
 
 def test_windows_and_the_frequencies_of_each_layer_are_found() -> None:
