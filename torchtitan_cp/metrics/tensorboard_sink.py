@@ -84,7 +84,8 @@ class TensorBoardSink:
         if run not in self.files:
             self.files[run] = EventFile(self.folder / run)
             self._add(Event(file_version="brain.Event:2"), 0, run)
-            self._add(Event(session_log=SessionLog(status=SessionLog.START)), self.after_step + 1, run)
+            hidden_from = self.after_step + 1 if self.after_step else 0  # the evaluation at step 0 is repeated too
+            self._add(Event(session_log=SessionLog(status=SessionLog.START)), hidden_from, run)
         return self.files[run]
 
 

@@ -49,6 +49,14 @@ def test_a_chart_appears_with_its_first_value_and_a_later_start_still_has_it(tmp
     assert titles(tmp_path) == ["training loss"], "what there was is hidden"
 
 
+def test_a_run_that_begins_anew_hides_the_evaluation_before_the_first_step_too(tmp_path: Path) -> None:
+    for loss in (3.0, 4.0):
+        sink = TensorBoardSink(tmp_path, after_step=0)
+        sink.scalars({"validation/loss": loss}, 0)
+        sink.close()
+    assert [(point.step, point.value) for point in board_of(tmp_path).Scalars("validation/loss")] == [(0, 4.0)]
+
+
 def test_lines_of_one_chart_are_runs_of_their_own_that_a_resumed_run_goes_on_with(tmp_path: Path) -> None:
     for after_step, value in ((0, 0.25), (2, 0.75)):
         sink = TensorBoardSink(tmp_path, after_step)
