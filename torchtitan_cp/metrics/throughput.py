@@ -30,7 +30,11 @@ BELIEVABLE_MFU = 0.9
 
 
 def flops_per_token(
-    args: ModelArgs, seq_len: int, keys: Sequence[float] | None = None, adapter_flops: float = 0.0
+    args: ModelArgs,
+    seq_len: int,
+    keys: Sequence[float] | None = None,
+    adapter_flops: float = 0.0,
+    forward_layers: int = 0,
 ) -> float:
     """FLOPs of training on one token: forward and twice that for backward, without recomputation.
 
@@ -41,8 +45,14 @@ def flops_per_token(
     Args:
         keys: keys that a token sees in each layer, on average; None: as in one causal sequence.
         adapter_flops: what adapters change; see `adapter_flops_per_token`.
+        forward_layers: first layers, frozen, that no backward reaches; see `LoraCounts`.
     """
-    return 6.0 * (args.linear_parameters() + sum(_mixer_costs(args, seq_len, keys))) + adapter_flops
+    costs = _mixer_costs(args, seq_len, keys)
+    flops = 6.0 * (args.linear_parameters() + sum(costs)) + adapter_flops
+    if forward_layers:
+        weights = (args.linear_parameters() - args.dim * args.vocab_size) / args.n_layers
+        flops -= 2.0 * weights * forward_layers + 4.0 * sum(costs[:forward_layers])
+    return flops
 
 
 def adapter_flops_per_token(args: ModelArgs, adapters: int, whole: float) -> float:

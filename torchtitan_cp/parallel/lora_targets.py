@@ -54,12 +54,14 @@ class LoraCounts(NamedTuple):
         whole: in parameters that are trained whole.
         whole_linear: those in matrices that multiply each token; of experts, the ones that it is sent to.
         quantized: weights in NF4.
+        forward_layers: layers before the first with anything trained; 0 if the embedding is.
     """
 
     adapters: int
     whole: int
     whole_linear: float
     quantized: int
+    forward_layers: int
 
 
 def count_trained(model: LanguageModel, lora: Lora, experts_share: float) -> LoraCounts:
@@ -75,7 +77,10 @@ def count_trained(model: LanguageModel, lora: Lora, experts_share: float) -> Lor
     experts = {parameter for module in model.experts.values() for parameter in module.parameters()}
     linear = sum(p.numel() * (experts_share if p in experts else 1.0) for p in trained if p in matrices or p in experts)
     quantized = sum(model.get_parameter(f"{name}.weight").numel() for name in found.quantized)
-    return LoraCounts(adapters, sum(parameter.numel() for parameter in trained), linear, quantized)
+    reached = {*trained, *(modules[name].weight for name in found.adapted)}
+    blocks = [model.tok_embeddings, *model.layers.values()]
+    first = next(number for number, block in enumerate([*blocks, model]) if not reached.isdisjoint(block.parameters()))
+    return LoraCounts(adapters, sum(parameter.numel() for parameter in trained), linear, quantized, max(0, first - 1))
 
 
 def check_targets(model: LanguageModel, lora: Lora) -> None:

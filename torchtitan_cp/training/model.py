@@ -438,8 +438,10 @@ class ParallelModel:
     def flops_per_token(self, seq_len: int, keys: Sequence[float] | None = None) -> float:
         """FLOPs of training on one token; see `metrics.throughput.flops_per_token`."""
         counts = self.lora_counts
-        changed = adapter_flops_per_token(self.args, counts.adapters, counts.whole_linear) if counts else 0.0
-        return flops_per_token(self.args, seq_len, keys, changed)
+        if counts is None:
+            return flops_per_token(self.args, seq_len, keys)
+        changed = adapter_flops_per_token(self.args, counts.adapters, counts.whole_linear)
+        return flops_per_token(self.args, seq_len, keys, changed, counts.forward_layers)
 
     def reads_same_batch_as(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""

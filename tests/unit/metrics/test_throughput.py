@@ -4,11 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from models import ARCHITECTURES
 from models.architecture import Mixer
-from torchtitan_cp.attention import AttentionMask, make_plan
+from models.llama import Llama, LlamaArgs
+from torchtitan_cp.attention import AttentionMask, attend, make_plan
+from torchtitan_cp.config.sections import Model
+from torchtitan_cp.config.training import Lora
 from torchtitan_cp.metrics import throughput
-from torchtitan_cp.metrics.throughput import Peak, find_peak, flops_per_token, keys_sent
+from torchtitan_cp.metrics.throughput import Peak, adapter_flops_per_token, find_peak, flops_per_token, keys_sent
+from torchtitan_cp.parallel.lora import apply_lora
+from torchtitan_cp.training.model import cast_parameters
+from torchtitan_cp.training.registry import empty_model, lora_counts, register
 
 
 def args(linear_parameters: int, windows: list[int]) -> SimpleNamespace:
@@ -30,6 +38,32 @@ def test_a_delta_rule_counts_three_products_with_its_state_and_a_scan_two() -> N
     rule, scan = Mixer(0, 0, 0, 0, state_size=1000), Mixer(0, 0, 0, 0, state_size=1000, state_products=2)
     hybrid = SimpleNamespace(linear_parameters=lambda: 0, mixers=[rule, scan])
     assert flops_per_token(hybrid, 4096) == 6 * (3 + 2) * 1000
+
+
+@pytest.mark.parametrize(
+    ("lora", "layers"),
+    [
+        (Lora(targets=("layers.[79]",)), 7),
+        (Lora(targets=("layers.9",), train=("layers.3.*norm",)), 3),
+        (Lora(targets=("layers.9",), train=("tok_embeddings",)), 0),
+    ],
+)
+def test_layers_before_the_first_that_is_trained_have_no_backward(lora: Lora, layers: int) -> None:
+    register(ARCHITECTURES)
+    shape = LlamaArgs(64, 10, 4, 2, 16, 96, vocab_size=128, tie_embeddings=False)
+    counts = lora_counts(empty_model(Model(), shape), shape, lora)
+    assert counts.forward_layers == layers
+    model = Llama(shape, lambda q, k, v, plan, window: attend(q, k, v, plan))
+    apply_lora(model, lora)
+    cast_parameters(model, torch.float32)
+    model.set_rope([1.0] * 8, 1.0, torch.device("cpu"))
+    plan = make_plan(32)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 32, dtype=torch.int64), plan.positions, plan).sum().backward()
+    changed = adapter_flops_per_token(shape, counts.adapters, counts.whole_linear)
+    flops = flops_per_token(shape, 32, [0.0] * 10, changed, layers)
+    # Beside attention, which the counter does not see, the first trained layer's input has no gradient.
+    assert counter.get_total_flops() == pytest.approx(32 * flops, rel=0.03)
 
 
 def test_keys_that_windows_do_not_reach_are_not_sent() -> None:
