@@ -80,6 +80,27 @@ def _peft_name(name: str, shape: Sequence[int], hub: Hub) -> str:
     return PREFIX + found[0][0]
 
 
+def check_whole_modules(model: nn.Module, trained: Iterable[str]) -> None:
+    """Refuse a parameter that is trained whole in a module with others inside: PEFT trains and saves whole modules.
+
+    Args:
+        model: the whole one, without adapters.
+        trained: names of its parameters that are trained whole.
+
+    Raises:
+        ConfigError: naming the parameter.
+    """
+    for name in trained:
+        owner = name.rpartition(".")[0]
+        inner = next((each for each, _ in model.get_submodule(owner).named_parameters() if "." in each), None)
+        if inner:
+            raise ConfigError(
+                f"PEFT's format has no place for {name}, which [lora] trains whole: PEFT trains whole modules, and "
+                f"{owner} contains {inner} too",
+                fix="export the whole model: --merge",
+            )
+
+
 def is_of_adapter(peft_name: str) -> bool:
     """Whether a tensor of PEFT's file is a matrix of an adapter, not a weight that is trained whole."""
     return peft_name.endswith(tuple(MATRICES.values()))

@@ -17,6 +17,7 @@ from torchtitan_cp.checkpoint.peft import (
     Trained,
     adapter_config,
     check_adapter,
+    check_whole_modules,
     hub_module,
     is_of_adapter,
     load_adapter,
@@ -129,7 +130,9 @@ def write_adapter(saved: SavedModel, args: ModelArgs, out: Path, dtype: torch.dt
     by_peft_name = {name: tensors[our].to(dtype).clone() for our, found in names.items() for name in found}
     whole = {name.removeprefix(PREFIX).rpartition(".")[0] for name in by_peft_name if not is_of_adapter(name)}
     model = registry.empty_model(config.model, args)
-    adapted = {model.get_submodule(name) for name in find_targets(model, config.lora).adapted}
+    found = find_targets(model, config.lora)
+    check_whole_modules(model, found.trained)
+    adapted = {model.get_submodule(name) for name in found.adapted}
     modules = [*model.named_modules(remove_duplicate=False)]  # a module that layers share has several names
     targets = [hub_module(name, hub) for name, module in modules if module in adapted]
     # With names of transformers all modules count; of ours only linear layers have a name there.

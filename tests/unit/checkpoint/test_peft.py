@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from models.llama.hub import HUB
 from models.moe.hub import HUB as MIXTURE
@@ -16,6 +17,7 @@ from torchtitan_cp.checkpoint.peft import (
     Trained,
     adapter_config,
     check_adapter,
+    check_whole_modules,
     load_adapter,
     peft_names,
 )
@@ -37,6 +39,14 @@ def test_a_tied_embedding_has_both_its_names() -> None:
 def test_experts_that_are_trained_whole_have_no_place() -> None:
     with pytest.raises(ConfigError, match=r"no place for layers.0.experts.w1, which \[lora\] trains whole\n.*--merge"):
         peft_names({"layers.0.experts.w1": Trained((2, 8, 8))}, MIXTURE)
+
+
+def test_a_weight_beside_inner_modules_has_no_place_as_peft_trains_whole_modules() -> None:
+    model, mixer = nn.Module(), nn.Module()
+    model.mixer, mixer.project, mixer.decay = mixer, nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    check_whole_modules(model, ["mixer.project.weight", "mixer.project.bias"])
+    with pytest.raises(ConfigError, match=r"no place for mixer.decay, .* mixer contains project.weight too\n.*--merge"):
+        check_whole_modules(model, ["mixer.decay"])
 
 
 @pytest.mark.parametrize(
