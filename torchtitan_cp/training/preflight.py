@@ -203,7 +203,7 @@ def _loads_hub_weights(config: Config) -> bool:
 
 
 def _check_run_weights(config: Config, args: ModelArgs) -> None:
-    """Refuse the weights of model.checkpoint if they are of another model, or of ids that mean other text here.
+    """Refuse the weights of model.checkpoint if they are adapters, of another model, or of ids that mean other text.
 
     Its files are verified when they are loaded. A tokenizer of that run that is no longer there is not compared.
 
@@ -216,6 +216,11 @@ def _check_run_weights(config: Config, args: ModelArgs) -> None:
     """
     name = f"model.checkpoint = {config.model.checkpoint!r}"
     start = read_saved_run(Path(os.path.expanduser(config.model.checkpoint)))
+    if start.config.lora:
+        raise ConfigError(
+            f"{name} is of a run with [lora], whose checkpoints hold adapters alone",
+            fix="merge them (torchtitan-cp export --merge), and set model.hub_checkpoint to the folder that it makes",
+        )
     ours, theirs, fix = config.tokenizer, start.config.tokenizer, "leave out [tokenizer] to take that run's"
     if ours.trained:
         raise ConfigError(

@@ -98,6 +98,17 @@ def test_another_rope_is_said_and_a_step_folder_may_be_given(ranks: Callable[[in
     assert said[1] == "stage 1 changes the rotary embedding they were trained with: theta 2000000.0 -> 10000.0"
 
 
+def test_a_run_with_adapters_alone_is_refused(
+    ranks: Callable[[int], RankPool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    ranks(1)(train, path, "--lora.rank=4", "--curriculum.stages[0].steps=1")
+    assert check([str(second_config(path))]) == 2
+    message = capsys.readouterr().err
+    assert "is of a run with [lora], whose checkpoints hold adapters alone" in message
+    assert "torchtitan-cp export --merge" in message
+
+
 def test_the_second_run_trains_and_resumes_without_the_first(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     path = write_run(tmp_path)
     ranks(1)(train, path, STEPS)
