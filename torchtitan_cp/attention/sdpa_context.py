@@ -73,9 +73,9 @@ def context_parallel(
 
     Raises:
         PlanError: buffers do not fit together; a call does something that a shard cannot honour (an attn_mask,
-            dropout, another length, another causal order than `mask`'s, reentrant checkpointing); a module whose
-            name says attention makes no call, has a window other than `mask`'s, or attends within chunks that are
-            shorter than a document; a convolution or recurrence runs over the sequence; queries, keys or values
+            dropout, another length, another causal order than `mask`'s, reentrant checkpointing, vmap); a module
+            whose name says attention makes no call, has a window other than `mask`'s, or attends within chunks that
+            are shorter than a document; a convolution or recurrence runs over the sequence; queries, keys or values
             depend on positions counted within the shard; labels are shifted within it; nothing calls SDPA.
     """
     length = _common_length(buffers, buffer_seq_dims)
@@ -152,6 +152,7 @@ class _Block(TorchFunctionMode):
         counter: name of a function whose count of a shard's tokens has reached attention, if one has.
         read_positions: whether a function has read a buffer of positions.
         calls_before: per attention module that runs, how many calls there were before it.
+        run_sdpa: SDPA, at which torch.compile breaks a graph: it would keep this block's plan, or know of no block.
     """
 
     def __init__(self, plans: dict[bool, Plan], mask: AttentionMask | None, buffers: list[tuple[Tensor, int]]) -> None:
@@ -164,6 +165,7 @@ class _Block(TorchFunctionMode):
         self.counts = CountTracker(self.plan.local_tokens, (buffer for buffer, _ in buffers))
         self.counter, self.read_positions = "", False
         self.calls_before: dict[nn.Module, int] = {}
+        self.run_sdpa = torch.compiler.disable(_SDPA)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -177,10 +179,11 @@ class _Block(TorchFunctionMode):
             stack.callback(library._destroy)
             for key in DISPATCH_KEYS:
                 library.impl("scaled_dot_product_attention", self._attend, key)
+            library.impl("scaled_dot_product_attention", _refuse_vmap, "FuncTorchVmapMode")
             if self.plan.ranks > 1:
                 stack.callback(register_module_forward_pre_hook(self._enter).remove)
                 stack.callback(register_module_forward_hook(self._leave).remove)
-                stack.enter_context(self)
+            stack.enter_context(self)  # on one rank for compiled models only: see `run_sdpa`
             yield
 
     def _attend(
@@ -250,6 +253,9 @@ class _Block(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, local = kwargs or {}, self.plan.local_tokens
+        call = self.run_sdpa if func is _SDPA else func
+        if self.plan.ranks == 1:
+            return call(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func is not _SDPA and ("attention" in name or "attn" in name):
             raise PlanError(f"{name} was called, which sees a rank's own tokens only", fix=SDPA_FIX)
@@ -259,7 +265,7 @@ class _Block(TorchFunctionMode):
         if func is _SDPA and torch._C._current_graph_task_id() == -1:  # not recomputed in backward
             operands = (*args[:3], *(kwargs.get(operand) for operand in ("query", "key", "value")))
             self.counter = self.counter or self.counts.counter_of(operands)
-        out = func(*args, **kwargs)
+        out = call(*args, **kwargs)
         self.counts.follow(func, args, kwargs, out)
         self.read_positions |= any(id(x) in self.last_position for x in (*args, *kwargs.values()))
         if func in _MAXIMA and len(args) == 1 and not kwargs:
@@ -344,6 +350,14 @@ def _in_reentrant_checkpoint() -> bool:
 def _is_sequence_layer(module: nn.Module) -> bool:
     """Whether a layer is a convolution over more than one token, or a recurrence."""
     return isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1)
+
+
+def _refuse_vmap(*operands: Tensor, **options: object) -> Tensor:
+    """Take the place of what SDPA does under vmap: it calls a kernel on a rank's own tokens."""
+    raise PlanError(
+        "scaled_dot_product_attention was called under torch.vmap, which would attend within a rank's own shard only",
+        fix="make what is mapped a part of the batch or of the heads",
+    )
 
 
 def _mixes_neighbours(name: str) -> PlanError:

@@ -390,6 +390,38 @@ def test_what_a_shard_cannot_honour_is_refused_by_name(ranks: Callable[[int], Ra
     assert "requires grad" in messages[7]
 
 
+def run_mapped() -> str:
+    x = torch.randn(3, 1, 2, S, 8)
+    with pytest.raises(PlanError) as refused, context_parallel(make_cp(), [x], [3]):
+        torch.vmap(lambda row: scaled_dot_product_attention(row, row, row, is_causal=True))(x)
+    assert x.shape[3] == S
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_call_under_vmap_which_would_not_reach_us_is_refused(ranks: Callable[[int], RankPool], size: int) -> None:
+    wanted = "was called under torch.vmap, which would attend within a rank's own shard only; make what is mapped"
+    assert all(wanted in message for message in ranks(size)(run_mapped))
+
+
+def run_compiled() -> list[bool]:
+    """The same compiled module in blocks of several masks, and outside of them."""
+    torch.manual_seed(1)
+    model, x = Plain(), torch.randn(2, S, 16, dtype=torch.float64)
+    compiled, equal = torch.compile(model.attend, backend="aot_eager"), []
+    for lengths in ((S,), (20, 28), (5, 43)):
+        want = torch.cat([model.attend(part) for part in x.split(lengths, 1)], 1)
+        equal.append(torch.allclose(compiled(x[:, :20]), model.attend(x[:, :20])))
+        with context_parallel(make_cp(), [x], [1], mask=AttentionMask(document_lengths=(lengths,))) as plan:
+            equal.append(torch.allclose(compiled(x), plan.shard(want)))
+    return equal
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_compiled_model_follows_the_mask_of_each_block(ranks: Callable[[int], RankPool], size: int) -> None:
+    assert ranks(size)(run_compiled) == [[True] * 6] * size
+
+
 # What a shard shows says nothing of the sequence ----------------------------------------------------------------
 
 
