@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +14,7 @@ from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
 from torchtitan_cp.attention.layouts import NODE_RANKS, check_layout, make_layout
 from torchtitan_cp.attention.mask import AttentionMask
-from torchtitan_cp.attention.operator import attention
+from torchtitan_cp.attention.operator import attention, check_scale
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.ring_cost import ROW_PAIRS, RowPairs
 from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, ranks_trading_heads
@@ -60,8 +61,13 @@ def make_plan(
 
     Raises:
         LayoutError: S does not divide as the layout needs.
-        PlanError: the mask does not fit the sequence, `rank` is outside the group, or options exclude each other.
+        PlanError: S is not an integer, the mask does not fit the sequence, `rank` is outside the group, or options
+            exclude each other.
     """
+    try:
+        seq_len = index(seq_len)  # an integer of numpy or torch as Python's
+    except TypeError:
+        raise PlanError(f"seq_len = {seq_len} is not an integer", fix="give the length in tokens") from None
     mask = mask or AttentionMask()
     mask.documents(seq_len)  # raises if the documents do not fit the sequence
     if not 0 <= rank < ranks:
@@ -111,7 +117,7 @@ def attend(
         k: `[B, S/P, Hkv, Dqk]`; Hq is a multiple of Hkv.
         v: `[B, S/P, Hkv, Dv]`.
         plan: this rank's plan; the ranks of a group call with the same sequence length and mask.
-        scale: of the scores; default Dqk ** -0.5.
+        scale: of the scores, a number without a gradient; default Dqk ** -0.5.
         sinks: `[Hq]`, floating point: a logit per head that every query attends to besides its keys, valued zero.
             Its gradient is that of this rank's queries: sum it over the ranks, like any parameter's.
         qkv_format: order of the dims: "bshd"; "sbhd" `[S/P, B, H, D]`; "thd" `[S/P, H, D]`, one packed row.
@@ -121,7 +127,8 @@ def attend(
         Attention in q's dtype and format, `[B, S/P, Hq, Dv]`; rows of padding are zero.
 
     Raises:
-        PlanError: shapes or dtypes do not fit the plan or each other, or the kernel cannot run them.
+        PlanError: shapes or dtypes do not fit the plan or each other, the kernel cannot run them, or the scale requires
+            grad.
     """
     to_bshd, back = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
     q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
@@ -129,7 +136,11 @@ def attend(
     if not softcap >= 0:
         raise PlanError(f"softcap = {softcap} is not at least 0", fix="give a positive number, or 0 for none")
     all_to_all_ranks = ranks_trading_heads(plan, q.shape[2], k.shape[2])
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_scale(scale)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    elif scale <= 0:  # kernels multiply the scores of hidden pairs, -inf, by the scale
+        q, scale = (-q, -scale) if scale < 0 else (0.0 * q, 1.0)
     return back(attention(q, k, v, sinks, plan.handle, scale, softcap, all_to_all_ranks)[0])
 
 

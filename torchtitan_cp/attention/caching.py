@@ -11,6 +11,7 @@ from functools import _lru_cache_wrapper, lru_cache
 from threading import RLock
 from typing import TypeVar, cast
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -43,7 +44,8 @@ class BoundedCache:
             if key in self.entries:
                 self.entries.move_to_end(key)
                 return cast(T, self.entries[key][0])
-        value = make()
+        with torch.inference_mode(False):  # autograd cannot save a tensor of inference mode, and a later call may
+            value = make()
         size = self.size_of(value)
         with self._lock:
             self.held_bytes += size - self.entries.pop(key, (None, 0))[1]  # another thread may have made it too

@@ -42,11 +42,13 @@ def zigzag(sequence_length: int, ranks: int, *_: object) -> Layout:
         ranks: P, size of the context-parallel group.
 
     Raises:
-        LayoutError: if S is not divisible by 2 * P. The message names the nearest lengths that are.
+        LayoutError: if S is not divisible by 2 * P. The message names the nearest lengths that are, and a layout that
+            takes S if P divides it.
     """
     if ranks == 1:
         return contiguous(sequence_length, 1)
-    check_divisible(sequence_length, 2 * ranks, f"2 x cp = {2 * ranks}")
+    others = "" if sequence_length < 1 or sequence_length % ranks else ", or layout = 'balanced'"
+    check_divisible(sequence_length, 2 * ranks, f"2 x cp = {2 * ranks}", others)
     tokens = sequence_length // (2 * ranks)
     return _of_chunks("zigzag", tokens, ((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
 
@@ -98,12 +100,17 @@ def _assign_chunks(areas: list[int], ranks: int) -> tuple[list[list[int]], int]:
     return chunks, busiest_area
 
 
-def check_divisible(sequence_length: int, unit: int, name: str) -> None:
-    """Raise LayoutError unless `unit`, which the message calls `name`, divides the sequence."""
+def check_divisible(sequence_length: int, unit: int, name: str, others: str = "") -> None:
+    """Raise LayoutError unless `unit`, which the message calls `name`, divides the sequence.
+
+    Args:
+        others: what the fix names beside the nearest lengths.
+    """
     if sequence_length < 1 or sequence_length % unit:
         lower = sequence_length // unit * unit
         nearest = f"{lower} or {lower + unit}" if lower > 0 else f"{unit}"
-        raise LayoutError(f"a sequence of {sequence_length} tokens is not divisible by {name}", fix=f"use {nearest}")
+        message = f"a sequence of {sequence_length} tokens is not divisible by {name}"
+        raise LayoutError(message, fix=f"use {nearest}{others}")
 
 
 def documents(

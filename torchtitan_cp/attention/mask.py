@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from operator import index
 from typing import NamedTuple
 
 from torch import Tensor
@@ -47,7 +48,8 @@ class AttentionMask:
             attends to nothing and is attended to by nothing. None: there is no padding.
 
     Raises:
-        PlanError: the lengths are not a tuple per row, the window is not a pair, or a side of it is below -1.
+        PlanError: the lengths are not a tuple per row, the window is not a pair, a number is not an integer, or a side
+            of the window is below -1.
     """
 
     causal: bool = True
@@ -57,12 +59,13 @@ class AttentionMask:
 
     def __post_init__(self) -> None:
         try:
+            left, right = map(index, self.window)
+            lengths, used = _integers(self.document_lengths), _integers(self.used_lengths)
+            self.__dict__.update(window=(left, right), document_lengths=lengths, used_lengths=used)
             hash(self)
-            _, _ = self.window
-            _ = [len(row) for rows in (self.document_lengths, self.used_lengths) for row in rows or ()]
         except (TypeError, ValueError):
             fix = "give window (left, right), e.g. (31, -1), and a tuple for each row, document_lengths = ((10, 54),)"
-            raise PlanError("a mask must be made of tuples: plans are cached by mask", fix=fix) from None
+            raise PlanError("a mask must be made of tuples of integers: plans are cached by mask", fix=fix) from None
         if any(side < -1 for side in self.window):
             raise PlanError(f"window = {self.window} has a side below -1", fix="use tokens >= 0, or -1 for unbounded")
 
@@ -127,6 +130,17 @@ class AttentionMask:
             raise PlanError("used_lengths and document_lengths differ in shape", fix="give one number per document")
         rows = zip(range(len(lengths)), lengths, used or lengths, strict=True)
         return tuple(_token_spans(sequence_length, *row) for row in rows)
+
+
+def _integers(rows: Lengths | None) -> Lengths | None:
+    """The rows, with integers of numpy or torch as Python's: `+=` would change a tensor everywhere.
+
+    Raises:
+        TypeError: a number is not an integer.
+    """
+    if rows is None or all({*map(type, row)} <= {int} for row in rows):
+        return rows
+    return tuple(tuple(map(index, row)) for row in rows)
 
 
 def _token_spans(sequence_length: int, row: int, lengths: tuple[int, ...], used: tuple[int, ...]) -> tuple[Span, ...]:

@@ -84,6 +84,12 @@ def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def check_scale(scale: float | Tensor | None) -> None:
+    """Raise PlanError if a scale is a tensor that requires grad: operators take a number, and give it no gradient."""
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise PlanError("the scale requires grad, and would get none", fix="multiply q by it, and give scale = 1.0")
+
+
 def operator(name: str) -> Callable[[Callable[P, Result]], CustomOpDef]:
     """Make a function an operator of torch.library. Autocast does not change its dtypes."""
 

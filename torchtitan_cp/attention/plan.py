@@ -150,7 +150,9 @@ class Plan:
     def cu_seqlens(self) -> Tensor:
         """Cumulative local lengths of the first batch row's documents, `[documents on this rank + 1]` int32."""
         lengths = [sum(s.stop - s.start for s in segments if s.rank == self.rank) for segments in self.segments[0]]
-        return torch.tensor([0, *filter(None, lengths)], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+        with torch.inference_mode(False):  # as for positions
+            lengths_from_0 = torch.tensor([0, *filter(None, lengths)], dtype=torch.int32, device="cpu")
+            return lengths_from_0.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def steps(self) -> tuple[RingStep, ...]:

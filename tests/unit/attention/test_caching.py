@@ -53,6 +53,16 @@ def test_a_device_cache_holds_the_last_used_within_its_bytes() -> None:
     assert (cache.held_bytes, len(cache.entries)) == (500, 1)
 
 
+def test_a_tensor_that_inference_mode_put_into_a_cache_can_be_trained_with() -> None:
+    cache, rows = BoundedCache(1000), torch.randn(3, 2, requires_grad=True)
+    with torch.inference_mode():
+        cache.get("index", torch.empty(2), lambda: to_device(torch.arange(2), torch.empty(2)))
+    index = cache.get("index", rows, lambda: torch.arange(3))
+    rows.index_select(0, index).sum().backward()  # keeps the index for its backward
+    assert rows.grad is not None
+    assert rows.grad[:, 0].tolist() == [1, 1, 0]
+
+
 def test_a_device_cache_keeps_tensors_without_data_to_their_mode() -> None:
     cache, shapes = BoundedCache(1000), torch.arange(3)
     with FakeTensorMode(allow_non_fake_inputs=True):

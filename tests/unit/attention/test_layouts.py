@@ -72,3 +72,6 @@ def test_a_length_that_does_not_divide_names_the_nearest_that_do() -> None:
         make_layout("zigzag", 100, 8, AttentionMask())
     with pytest.raises(LayoutError, match=r"use 8$"):
         make_layout("zigzag", 3, 4, AttentionMask())
+    with pytest.raises(LayoutError, match=r"12 tokens is not divisible by 2 x cp = 8; use 8 or 16, or layout = 'bal"):
+        make_layout("auto", 12, 4, AttentionMask())
+    assert make_layout("balanced", 12, 4, AttentionMask()).ranks == 4

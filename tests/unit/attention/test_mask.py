@@ -1,12 +1,15 @@
 """Masks: what they are made of, and what their tiles are."""
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support.plan_cases import plans_of_all_ranks
 from torchtitan_cp.attention import AttentionMask, PlanError, make_plan
+from torchtitan_cp.attention.layouts import LAYOUTS
 from torchtitan_cp.attention.tiles import CAUSAL, FULL
 
 
@@ -41,11 +44,39 @@ def test_cu_seqlens_become_a_mask_and_each_rank_gets_its_own_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "tuples", [{"window": 31}, {"window": (31,)}, {"document_lengths": (10, 54)}, {"document_lengths": [[10, 54]]}]
+    "tuples",
+    [
+        {"window": 31},
+        {"window": (31,)},
+        {"window": (2.5, -1)},
+        {"window": (None, None)},
+        {"document_lengths": (10, 54)},
+        {"document_lengths": [[10, 54]]},
+        {"document_lengths": ((10.0, 54.0),)},
+    ],
 )
 def test_a_mask_says_what_its_tuples_are(tuples: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=r"made of tuples: .*; give window \(left, right\), .* a tuple for each row"):
+    wanted = r"made of tuples of integers: .*; give window \(left, right\), .* a tuple for each row"
+    with pytest.raises(PlanError, match=wanted):
         AttentionMask(**tuples)
+
+
+@pytest.mark.parametrize("integers", [torch.tensor, np.array])
+def test_integers_of_numpy_and_torch_are_those_of_python(integers: Callable[[Any], Any]) -> None:
+    """Tensors that a plan summed up in place described other tiles, on which a kernel ended the process."""
+    lengths = ((10, 20, 34), (60, 2, 2))
+    given = AttentionMask(True, tuple(integers((9, -1))), *(tuple(tuple(integers(row)) for row in lengths),) * 2)
+    want = AttentionMask(True, (9, -1), lengths, lengths)
+    assert given == want
+    for layout in LAYOUTS:
+        got, plan = (make_plan(n, mask=m, ranks=2, layout=layout) for n, m in ((integers(64), given), (64, want)))
+        assert (got, got.steps, got.local_tokens) == (plan, plan.steps, 32)
+
+
+@pytest.mark.parametrize("seq_len", [64.0, None])
+def test_a_length_that_is_no_integer_is_refused(seq_len: Any) -> None:
+    with pytest.raises(PlanError, match=f"seq_len = {seq_len} is not an integer; give the length in tokens"):
+        make_plan(seq_len)
 
 
 @pytest.mark.parametrize("lengths", [(30, 30), (64, 0), (-1, 65), ()])

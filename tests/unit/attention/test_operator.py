@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.support.emulated_ops import EMULATED, emulate
 from tests.support.kernel_cases import draw
+from tests.support.oracle import attention_with_gradients
 from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, causal_conv, gated_delta_rule, make_plan
 from torchtitan_cp.attention.kernels import KERNELS, Kernel
 from torchtitan_cp.attention.operator import with_exchange
@@ -35,6 +36,28 @@ def test_a_sink_of_minus_infinity_is_no_sink_and_padding_stays_zero() -> None:
     for want, got in zip(*answers, strict=True):
         assert torch.equal(got, want)
     assert answers[1][0][:, 9:12].abs().max() == 0
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_that_is_not_positive_hides_the_same_keys(kernel: str, scale: float) -> None:
+    """A kernel that multiplies the scores of hidden pairs, -inf, by it would give NaN."""
+    mask = AttentionMask(window=(9, -1), document_lengths=((12, 20),))
+    *inputs, dout = draw(32, 32, (4, 2), (16, 8), "cpu", torch.float64)
+    want = attention_with_gradients(*inputs, dout, mask, scale)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = attend(*leaves, make_plan(32, mask=mask, kernel=kernel), scale=scale)
+    out.backward(dout)
+    for got, exact in zip((out, *(x.grad for x in leaves)), want, strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+def test_a_scale_that_would_get_no_gradient_is_refused() -> None:
+    x, gates, plan = torch.randn(1, 8, 2, 4), torch.zeros(1, 8, 2), make_plan(8)
+    for run in (lambda scale: attend(x, x, x, plan, scale), lambda s: gated_delta_rule(x, x, x, gates, gates, plan, s)):
+        with pytest.raises(PlanError, match=r"the scale requires grad, .*; multiply q by it, and give scale = 1\.0"):
+            run(torch.tensor(0.5, requires_grad=True))
+        assert torch.equal(run(torch.tensor(0.5)), run(0.5))
 
 
 @pytest.mark.parametrize("softcap", [-2.0, float("nan")])
@@ -131,13 +154,14 @@ def test_auto_keeps_keys_in_8_bits_on_the_ring_where_heads_could_be_traded() -> 
 def test_a_plan_of_inference_mode_can_be_trained_with() -> None:
     with torch.inference_mode():
         plan = make_plan(64)
-        positions = plan.positions
+        positions, cu_seqlens = plan.positions, plan.cu_seqlens
     x = torch.randn(1, 64, 2, 8, requires_grad=True)
     gates = torch.zeros(1, 64, 2)
     attend(x, x, x, plan).sum().backward()
     gated_delta_rule(x, x, x, gates, gates, plan).sum().backward()
     torch.nn.functional.embedding(positions, torch.randn(64, 8, requires_grad=True)).sum().backward()
     assert not positions.is_inference()
+    assert not cu_seqlens.is_inference()
 
 
 def test_documents_are_hashed_once_and_not_at_each_attention() -> None:

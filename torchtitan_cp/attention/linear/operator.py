@@ -19,7 +19,7 @@ from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.linear.kernel import in_parts
 from torchtitan_cp.attention.linear.states import Inputs, StateExchange, map_columns, most_maps, whole_sequence
 from torchtitan_cp.attention.merge import accumulation_dtype
-from torchtitan_cp.attention.operator import operator
+from torchtitan_cp.attention.operator import check_scale, operator
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.strategies.all_to_all import HeadAllToAll, share_heads
@@ -50,7 +50,7 @@ def gated_delta_rule(
         g: `[B, S/P, Hv]` log gates, at most 0 (gated delta net); or `[B, S/P, Hv, K]` (Kimi delta attention).
         beta: `[B, S/P, Hv]`, usually 0 to 1, or to 2. beta and g may have another floating dtype than q, such as fp32.
         plan: this rank's, of any layout and packing; its mask is causal and has no window.
-        scale: default K ** -0.5.
+        scale: a number without a gradient; default K ** -0.5.
         qk_l2norm: divide each head's query and key by their L2 norm first. Without it, keys should have norms of about
             1: the state may grow without bound otherwise.
         strategy: "state" passes states between ranks; "all_to_all" trades heads; "auto" takes the one that sends less,
@@ -61,8 +61,9 @@ def gated_delta_rule(
 
     Raises:
         PlanError: shapes or dtypes do not fit the plan or each other; a window, a mask that is not causal, or a mesh of
-            two axes without `whole_mesh`; an unknown strategy.
+            two axes without `whole_mesh`; an unknown strategy; a scale that requires grad.
     """
+    check_scale(scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _call(Inputs(q, k, v, g, beta), plan, scale, "normalized_delta" if qk_l2norm else "delta", strategy)
 
