@@ -227,7 +227,7 @@ class _Block(TorchFunctionMode):
             return PlanError(
                 f"scaled_dot_product_attention was given a mask {tuple(attn_mask.shape)}, which covers one shard only",
                 fix="describe it as context_parallel(..., mask=AttentionMask(...)) and let the model build none "
-                "(Hugging Face models: pass attention_mask=torch.ones_like(input_ids))",
+                "(Hugging Face models: pass attention_mask=torch.ones_like(input_ids); compile layers, not the model)",
             )
         if local_tokens == 1 < self.plan.ranks and not self.mask:
             return PlanError(

@@ -100,6 +100,25 @@ def test_a_hugging_face_model_trains_unmodified(ranks: Callable[[int], RankPool]
             assert (split_gradients[name] - want).norm() < 1e-6 * want.norm(), name
 
 
+def run_compiled_hugging_face(whole: bool) -> tuple[list[float], dict[str, Tensor]] | str:
+    model = hugging_face("llama")
+    for part in [model] if whole else model.model.layers:  # type: ignore[union-attr]
+        part.compile(backend="eager")  # type: ignore[operator]
+    try:
+        return train(model, "ring")
+    except PlanError as error:
+        return str(error)
+
+
+@pytest.mark.deep
+def test_layers_of_a_hugging_face_model_may_be_compiled(ranks: Callable[[int], RankPool]) -> None:
+    """transformers leaves a mask to SDPA only where torch.compile does not trace the place that makes it."""
+    pytest.importorskip("transformers")
+    losses, _ = train(hugging_face("llama"), None)
+    assert ranks(2)(run_compiled_hugging_face, False)[0][0] == pytest.approx(losses, rel=1e-6)
+    assert "; compile layers, not the model" in ranks(2)(run_compiled_hugging_face, True)[0]
+
+
 def run_never_reached() -> str:
     model = hugging_face("llama", "eager")
     ids, labels, positions = batch()
