@@ -1,6 +1,7 @@
 """The environment that run_train.sh and run_tests.sh make or find."""
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -57,7 +58,13 @@ class Desk:
         }
         command = ["bash", "-c", "set -euo pipefail; . launch/environment.sh; echo ready"]
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore Ctrl-C
         )
 
 

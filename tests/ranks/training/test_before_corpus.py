@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from models import ARCHITECTURES
@@ -16,7 +17,7 @@ from tests.support.damaged_weights import DAMAGES, TIED
 from tests.support.deep import deep_rows
 from tests.support.hub_models import write_start
 from tests.support.rank_pool import RankPool
-from tests.support.runs import EXPERTS, write_run
+from tests.support.runs import write_run
 from torchtitan_cp.attention.kernels import KERNELS
 from torchtitan_cp.checkpoint.hub import load_parts
 from torchtitan_cp.cli.check import check_run
@@ -92,20 +93,23 @@ def test_what_ranks_refuse_is_refused_before_the_corpus_is_prepared_and_by_the_c
     assert "\n  fix: " in check or not says
 
 
-def logged_as_gpu(path: Path) -> list[str]:
+def logged_as_gpu(path: Path, *overrides: str) -> list[str]:
     """On a rank: what a start logs of a config that was resolved for GPUs."""
     registry.register(ARCHITECTURES)
-    config = resolve_run(load_config(path), 1, device="cuda")
+    config = resolve_run(load_config(path, overrides), dist.get_world_size(), device="cuda")
     with patch.object(trainer, "resolve_run", return_value=config), patch.object(trainer.logger, "info") as info:
         assert said_by(lambda: start(config.config)) == CORPUS
     return [call.args[0] % call.args[1:] for call in info.call_args_list]
 
 
 def test_a_start_says_in_a_line_why_nothing_is_compiled(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    [(line,)] = ranks(1)(logged_as_gpu, write_run(tmp_path, EXPERTS))
-    assert line.startswith("nothing is compiled: compile.enable is not supported by the architecture 'moe': ")
-    (tmp_path / "llama").mkdir()
-    assert ranks(1)(logged_as_gpu, write_run(tmp_path / "llama")) == [[]]
+    path, split = write_run(tmp_path), ("--parallel.pp=2", "--parallel.pp_schedule=interleaved_zero_bubble")
+    for lines in ranks(2)(logged_as_gpu, path, *split, "--model.overrides.n_layers=4"):
+        assert lines == [
+            "nothing is compiled: parallel.pp_schedule = 'interleaved_zero_bubble' splits the backward of a block, "
+            "which a compiled block cannot"
+        ]
+    assert ranks(1)(logged_as_gpu, path) == [[]]
 
 
 def verdicts_on_damage(path: Path, overrides: list[str], draws: int) -> list[tuple[str, bool, str, str, str]]:
