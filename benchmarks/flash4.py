@@ -18,6 +18,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import product
@@ -45,7 +46,8 @@ BANDS = {
 }
 # Packed sequences of a call, 0 for one that is not packed. The package looks more than 256 up by another kernel.
 LAYOUTS = {"packed": 2, "many": 300, "dense": 0}
-# Of flash-attn-4 and of what it needs beside torch for CUDA 13 and this project.
+# Of flash-attn-4 and of what it needs beside torch for CUDA 13 and this project. torch-c-dlpack-ext is required by it
+# too, and does nothing with torch 2.10 and later, which has that function.
 PACKAGES = (
     "flash-attn-4",
     "nvidia-cutlass-dsl",
@@ -54,10 +56,26 @@ PACKAGES = (
     "nvidia-cutlass-dsl-libs-cu13",
     "quack-kernels",
     "apache-tvm-ffi",
-    "torch-c-dlpack-ext",
     "einops",
 )
+# Files that nothing reads when the kernel compiles or runs: the compiler's tracer with its libraries, and C++ sources.
+# No file of flash_attn can be one, as a hash of all of them names its cache; nor tvm_ffi's library for tests, to which
+# its core is linked.
+EXCLUDED = (
+    "nvidia_cutlass_dsl/dsl_packages/iket/*",
+    "tvm_ffi/3rdparty/*",
+    "tvm_ffi/cython/*",
+    "tvm_ffi/include/*",
+    "tvm_ffi/src/*",
+)
+# It is mostly machine code, and the two largest libraries, 226 MiB together, share much of it: the window spans both.
+FILTERS = ({"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 2**28, "lc": 4, "pb": 0})
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
+
+
+def excluded(file: str) -> bool:
+    """Whether the archive leaves out this file of a package, whose path is relative to the packages' folder."""
+    return any(fnmatch(file, pattern) for pattern in EXCLUDED)
 
 
 def missing(command: str) -> str:
@@ -128,15 +146,14 @@ def pack(file: Path, python: str, cache: Path | None) -> None:
     """
     names = [f"{name}=={version(name)}" for name in PACKAGES]
     target = [f"--platform={platform}" for platform in PLATFORMS]
-    # Most of it is machine code.
-    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
     with tempfile.TemporaryDirectory() as name:
         wheels, content = Path(name, "wheels"), Path(name, "content")
         arguments = ["--no-deps", "--only-binary=:all:", f"--python-version={python}", *target, f"--dest={wheels}"]
         subprocess.run([sys.executable, "-m", "pip", "download", "-q", *arguments, *names], check=True)
-        for wheel in wheels.glob("*.whl"):
-            zipfile.ZipFile(wheel).extractall(content)
-        with lzma.open(file, "wb", filters=filters) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
+        for path in wheels.glob("*.whl"):
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(content, [member for member in wheel.namelist() if not excluded(member)])
+        with lzma.open(file, "wb", filters=FILTERS) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
             archive.add(content, ".")
             if cache:
                 archive.add(cache, "cache", filter=lambda member: None if member.name.endswith(".lock") else member)

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.metadata import PackageNotFoundError
+from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,37 @@ DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 HEADS = [(16, 4), (16, 16)]
 
 
+# Compiles one kind of call, and prints every file of Python's modules and every shared library of the process.
+LOADED = """
+import sys
+from pathlib import Path
+import torch
+from benchmarks import flash4
+from torchtitan_cp.attention.tiles import CAUSAL
+flash4.set_target("sm_90", Path(sys.argv[1]))
+flash4.compile_call((64, 64), (4, 4), CAUSAL, torch.bfloat16, sequences=2)
+modules = [module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
+print(*modules, *Path("/proc/self/maps").read_text().split(), sep="\\n")
+"""
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
-def compile_for_hopper(cache: Path, *arguments: str) -> list[str]:
-    """The lines of a process that compiles, of which each is one kind of call."""
-    call = [sys.executable, "-m", "benchmarks.flash4", "compile", str(cache), *arguments]
+def output(*arguments: str) -> list[str]:
+    """The lines that a process of Python prints."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    call = [sys.executable, *arguments]
     done = subprocess.run(call, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
+
+
+def compile_for_hopper(cache: Path, *arguments: str) -> list[str]:
+    """The lines of a process that compiles, of which each is one kind of call."""
+    return output("-m", "benchmarks.flash4", "compile", str(cache), *arguments)
 
 
 @pytest.mark.deep
@@ -61,6 +81,20 @@ def test_what_was_compiled_is_read_from_the_cache_by_another_process(tmp_path: P
     compiled = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")}
     compile_for_hopper(tmp_path, *arguments)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")} == compiled
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(bool(MISSING), reason=f"flash4: not installed: {MISSING}")
+def test_no_file_that_compiling_loads_is_left_out_of_the_archive(tmp_path: Path) -> None:
+    loaded = set(output("-c", LOADED, str(tmp_path)))
+    content = {str(file): str(file.locate()) for name in command.PACKAGES for file in files(name) or ()}
+    needed = [file for file, path in content.items() if path in loaded]
+    packages = {"flash_attn", "nvidia_cutlass_dsl", "quack", "tvm_ffi", "einops"}
+    assert {file.partition("/")[0] for file in needed} == packages
+    assert not [file for file in needed if command.excluded(file)]
+    assert not [path for path in loaded if "torch_c_dlpack_ext" in path]
+    for pattern in command.EXCLUDED:
+        assert any(fnmatch(file, pattern) for file in content), pattern
 
 
 def test_the_windows_that_are_compiled_are_those_of_any_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +151,8 @@ def test_one_archive_has_the_packages_of_this_environment_and_the_cache(
             asked.append(wanted)
             name = wanted.partition("==")[0]
             with zipfile.ZipFile(folder / f"{name}.whl", "w") as wheel:
-                wheel.writestr(f"{name}/__init__.py", "machine code" * 100)
+                for file in (f"{name}/__init__.py", "tvm_ffi/include/tvm/ffi/any.h"):
+                    wheel.writestr(file, "machine code" * 100)
         assert "--python-version=3.12" in call
 
     monkeypatch.setattr(command.subprocess, "run", download)
@@ -133,6 +168,7 @@ def test_one_archive_has_the_packages_of_this_environment_and_the_cache(
         names = archive.getnames()
     assert {f"./{name}/__init__.py" for name in command.PACKAGES} | {"cache/kernel.o"} <= set(names)
     assert "cache/kernel.lock" not in names
+    assert not [name for name in names if name.endswith("any.h")]
     assert f"{file}: 0.0 MiB" in capsys.readouterr().out
 
 
