@@ -117,11 +117,17 @@ def read_until(process: subprocess.Popen[str], line: str) -> None:
         assert said[-1], said
 
 
+def start_that_waits(desk: Desk) -> subprocess.Popen[str]:
+    """Begin a start, and read what it prints until it waits for another."""
+    process = desk.start()
+    read_until(process, f"waiting for another start, which is setting up {desk.folder}/venv")
+    return process
+
+
 def test_of_two_starts_at_once_one_waits_and_then_has_nothing_to_install(desk: Desk) -> None:
     first = desk.start(DURING_PIP=f"echo installing; until [ -e {desk.folder}/go ]; do sleep 0.05; done")
     read_until(first, "installing")
-    second = desk.start()
-    read_until(second, f"waiting for another start, which is setting up {desk.folder}/venv")
+    second = start_that_waits(desk)
     (desk.folder / "go").touch()
     assert first.communicate()[0] == second.communicate()[0] == "ready\n"
     assert (first.returncode, second.returncode) == (0, 0)
@@ -131,8 +137,7 @@ def test_of_two_starts_at_once_one_waits_and_then_has_nothing_to_install(desk: D
 def test_a_start_waits_for_the_pip_of_one_that_was_killed(desk: Desk) -> None:
     first = desk.start(DURING_PIP=f"kill -9 $PPID; echo alone; until [ -e {desk.folder}/go ]; do sleep 0.05; done")
     read_until(first, "alone")
-    second = desk.start()
-    read_until(second, f"waiting for another start, which is setting up {desk.folder}/venv")
+    second = start_that_waits(desk)
     (desk.folder / "go").touch()
     assert "installing pinned requirements" in second.communicate()[0]
     first.communicate()

@@ -3,8 +3,7 @@
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,19 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from torchtitan_cp.attention.compiling import compile_rows, compile_whole
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.contract import LanguageModel
-from torchtitan_cp.config.training import Activation, Compile
-from torchtitan_cp.parallel.activation import checkpointed, tiled
+from torchtitan_cp.parallel.blocks import wrap_blocks
 from torchtitan_cp.parallel.experts import shard_experts
 from torchtitan_cp.parallel.float8 import convert_linears
 from torchtitan_cp.parallel.lora import ADAPTER_NAMES, BASE_DTYPE, add_adapters, draw_adapter
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.nf4 import PARAMETER as NF4_PARAMETER
 from torchtitan_cp.parallel.nf4 import NF4Linear, check_nf4, fill_tables
-from torchtitan_cp.parallel.offload import HostMemory
 from torchtitan_cp.parallel.tensor import apply_tensor_parallel, enable_async_tp
 
 logger = logging.getLogger(__name__)
@@ -66,77 +62,6 @@ def parallelize(model: LanguageModel, meshes: Meshes, roles: Mapping[str, str], 
         move_buffers(model, torch.device(meshes.device_type))
     fill_tables(model, torch.device(meshes.device_type))
     init_weights(model, config.training.seed, loads=config.model.loads_weights)
-
-
-def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, device_type: str, ep: int = 1) -> None:
-    """Set up activation checkpointing, offloading and compile of the blocks, undoing what an earlier call set up.
-
-    A block is compiled whole, but not where the host waits inside it for the number of tokens that experts get: where
-    ranks share the experts, or the block has halves. Then its first half is compiled, if it has halves, and what lies
-    between the products of its experts. Halves are recomputed each by itself.
-
-    Args:
-        ep: ranks that share the experts of a layer.
-    """
-    host = None
-    if activation.offload and device_type == "cpu":
-        logger.warning("activation.offload is inactive: on a CPU activations are in host memory")
-    elif activation.offload:
-        host = HostMemory(torch.device(device_type, torch.accelerator.current_device_index()))
-    compiled, experts, gates = bool(compiling.enable), getattr(model, "experts", {}), getattr(model, "expert_gates", {})
-    _unwrap(model)
-    for key, layer in model.layers.items():  # type: ignore[operator, union-attr]
-        number = int(key)
-        halves = compiled and hasattr(layer, "attention_half")
-        whole = compiled and not halves and not (ep > 1 and number in experts)
-        if activation.mlp_tiles > 1:
-            layer.mlp = tiled(layer.mlp, activation.mlp_tiles, gathers=hasattr(layer, "experts"))
-        if halves:
-            _wrap(layer, "attention_half", activation.checkpoint, host, compiled=True)
-            _wrap(layer, "experts_half", activation.checkpoint, host, compiled=False)
-        else:
-            _wrap(layer, "forward", activation.checkpoint, host, compiled=whole)
-        if compiled and not whole and number in gates:
-            module, name = gates[number]
-            setattr(module, name, compile_rows(getattr(module, name)))
-        if host:  # around the compiled block, so that the hooks see all that it saves
-            layer.forward = host.offload_saved(layer.forward, layer)
-
-
-def _wrap(layer: nn.Module, name: str, kind: str, host: HostMemory | None, *, compiled: bool) -> None:
-    """Have a function of a block recomputed in backward (see `checkpointed`), and compiled."""
-    if kind != "none":
-        setattr(layer, name, checkpointed(getattr(layer, name), kind, host, compiled=compiled))
-    if compiled:  # equal blocks share the compiled code, and a second length makes it dynamic
-        setattr(layer, name, compile_whole(getattr(layer, name)))
-
-
-def _unwrap(model: nn.Module) -> list[tuple[nn.Module, dict[str, object]]]:
-    """Undo what `wrap_blocks` set up.
-
-    Returns:
-        modules, each with the functions that it had in place of its own.
-    """
-    layers: Iterable[nn.Module] = model.layers.values()  # type: ignore[operator]
-    gates: Iterable[tuple[nn.Module, str]] = getattr(model, "expert_gates", {}).values()
-    wrapped = [(layer, ("forward", "mlp", "attention_half", "experts_half")) for layer in layers]
-    replaced = [*wrapped, *((module, (name,)) for module, name in gates)]
-    return [
-        (module, {name: vars(module).pop(name) for name in names if name in vars(module)}) for module, names in replaced
-    ]
-
-
-@contextmanager
-def uncompiled_blocks(model: nn.Module, activation: Activation, device_type: str) -> Iterator[None]:
-    """A context in which no block is compiled. Afterwards they are as before, with the code that was compiled."""
-    wrapped = _unwrap(model)
-    try:
-        wrap_blocks(model, activation, Compile(enable=False), device_type)
-        yield
-    finally:
-        _unwrap(model)
-        for module, functions in wrapped:
-            vars(module).update(functions)
 
 
 def apply_fsdp(
@@ -219,9 +144,8 @@ def shared_modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Move all buffers to a device: FSDP keeps only parameters on the host, and each forward reads buffers."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
 
 
 def reshard(model: nn.Module) -> None:

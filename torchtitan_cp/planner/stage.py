@@ -28,7 +28,7 @@ MASKING_KEYS = ("document_mask", "short_share", "growth_from")  # keys of a stag
 
 
 class CompiledParts(NamedTuple):
-    """Which parts of a layer are compiled; see parallel.apply.wrap_blocks.
+    """Which parts of a layer are compiled; see parallel.blocks.wrap_blocks.
 
     Attributes:
         attention: the first half; mlp: all of the second; gate: in it, what lies between the products of experts.

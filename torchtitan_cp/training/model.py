@@ -26,7 +26,8 @@ from torchtitan_cp.optim.clip import square_norms, step_clipped
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
 from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.rules import check_rules
-from torchtitan_cp.parallel.apply import parallelize, uncompiled_blocks, wrap_blocks
+from torchtitan_cp.parallel.apply import parallelize
+from torchtitan_cp.parallel.blocks import uncompiled_blocks, wrap_blocks
 from torchtitan_cp.parallel.experts import Routing, RoutingSums, dispatch_experts
 from torchtitan_cp.parallel.lora import freeze_base
 from torchtitan_cp.parallel.lora_targets import check_pipeline_targets

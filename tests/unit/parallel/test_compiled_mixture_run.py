@@ -20,7 +20,7 @@ from tests.support.small_moe import make_mixture, step
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.compiling import compile_rows
 from torchtitan_cp.config.training import Activation, Compile
-from torchtitan_cp.parallel.apply import uncompiled_blocks, wrap_blocks
+from torchtitan_cp.parallel.blocks import uncompiled_blocks, wrap_blocks
 
 KINDS = ("none", "full", "attention_saved", "selective")
 

@@ -18,7 +18,7 @@ from tests.support.deep import deep_rows
 from tests.support.small_moe import make_mixture, step
 from torchtitan_cp.attention import OPERATOR, AttentionMask, Plan, attend, make_plan
 from torchtitan_cp.config.training import Activation, Compile
-from torchtitan_cp.parallel import apply
+from torchtitan_cp.parallel import blocks
 from torchtitan_cp.parallel.activation import _is_kept, _saving_contexts, checkpointed, recomputed
 from torchtitan_cp.parallel.offload import HostMemory, OffloadedTensor, restore
 
@@ -77,11 +77,11 @@ def offloaded(model: nn.Module, kind: str, tiles: int, compiled: bool, device: s
     host = CountingMemory(torch.device(device), min_bytes=1024)
     activation = Activation(checkpoint=kind, mlp_tiles=tiles, offload=True)
     with (
-        patch.object(apply, "HostMemory", lambda _: host),
+        patch.object(blocks, "HostMemory", lambda _: host),
         patch.object(torch.accelerator, "current_device_index", lambda: 0),
     ):
         # For a CPU it would not offload.
-        apply.wrap_blocks(model, activation, Compile(enable=compiled), "cuda")
+        blocks.wrap_blocks(model, activation, Compile(enable=compiled), "cuda")
     return host
 
 
@@ -112,7 +112,7 @@ def test_gradients_are_the_same_bits_and_what_is_kept_was_offloaded(
     kind: str, tiles: int, compiled: bool, order: str, device: str
 ) -> None:
     plain, model = make_model(device), make_model(device)
-    apply.wrap_blocks(plain, Activation(mlp_tiles=tiles), Compile(), device)
+    blocks.wrap_blocks(plain, Activation(mlp_tiles=tiles), Compile(), device)
     want = gradients(plain, device, ORDERS[order])
     host = offloaded(model, kind, tiles, compiled, device)
     offloaded_bytes = KINDS[kind, tiles, compiled]
@@ -222,7 +222,7 @@ def test_a_tensor_is_fetched_while_the_one_kept_after_it_is_used() -> None:
 
 
 def test_a_cpu_says_that_offloading_is_inactive(caplog: pytest.LogCaptureFixture) -> None:
-    apply.wrap_blocks(make_model("cpu"), Activation(offload=True), Compile(), "cpu")
+    blocks.wrap_blocks(make_model("cpu"), Activation(offload=True), Compile(), "cpu")
     assert "activation.offload is inactive" in caplog.text
 
 
@@ -234,7 +234,7 @@ def test_the_device_holds_less(kind: str) -> None:
         shape = LlamaArgs(512, 8, 8, 8, 64, 512, vocab_size=61)
         model = Llama(shape, attend_layer).to("cuda", torch.bfloat16)
         model.set_rope([1.0] * 32, 1.0, torch.device("cuda"))
-        apply.wrap_blocks(model, Activation(checkpoint=kind, offload=offload), Compile(), "cuda")
+        blocks.wrap_blocks(model, Activation(checkpoint=kind, offload=offload), Compile(), "cuda")
         tokens = torch.zeros(1, 16384, dtype=torch.int64, device="cuda")
         positions = torch.arange(16384, device="cuda")
         gc.collect()  # the model before it holds itself, as its blocks' forwards are replaced

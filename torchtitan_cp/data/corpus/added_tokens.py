@@ -37,10 +37,10 @@ class AddedToken:
 
     @property
     def in_texts(self) -> list[str]:
-        """Texts that contain it, for a look whether a vocabulary reads it.
+        """Texts with this token in them, to try whether a vocabulary reads it from plain text.
 
-        None if it is no word between marks, as `<s>` is: a file may call an ordinary piece special, such as a newline,
-        which documents need as it is.
+        Empty unless it is a word between marks, as `<s>` is: a file may call an ordinary piece special, such as a
+        newline, which documents need as it is.
         """
         content = self.content
         is_name = re.fullmatch(r"\W.*\w.*\W", content, re.DOTALL)

@@ -192,7 +192,8 @@ class CacheBuilder:
             self._train_tokenizer(corpora.values())
         tokenizer = self._load_tokenizer(corpora.values())
         if tokenizer.lost:
-            logger.warning(f"the tokenizer {tokenizer.path} {tokenizer.lost}")
+            fix = "give its model an unk_token of its own, or take another tokenizer"
+            logger.warning(f"the tokenizer {tokenizer.path} {tokenizer.lost}\n  fix: {fix}")
         folders = {name: str(self._tokenize(name, corpus, tokenizer)) for name, corpus in corpora.items()}
         return {"tokenizer": str(tokenizer.path or ""), "folders": folders}
 

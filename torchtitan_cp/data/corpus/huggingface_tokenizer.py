@@ -98,7 +98,7 @@ class HuggingFaceTokenizer:
         return known
 
     def _reads(self, token: AddedToken, text: str) -> bool:
-        """Whether plain text gives the token; no where the model refuses the text for what it does not know."""
+        """Whether plain text gives the token; False if the model refuses the text for what it does not know."""
         with suppress(Exception):
             return self.added[token] in self._tokenizer.encode(text, add_special_tokens=False).ids
         return False

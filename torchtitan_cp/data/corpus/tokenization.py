@@ -255,9 +255,7 @@ class Tokenization:
         store.append_to(self.folder / UNIGRAM_FILE, b"")  # waits for the disk
         train, held_out = (LengthStatistics.of(split.document_lengths) for split in splits)
         left_out = state.left_out_documents, state.left_out_tokens
-        skipped = dict(
-            Counter(self.skipped.counts) + Counter(state.conversations) + self._count_unknown(unigram_counts)
-        )
+        skipped = Counter(self.skipped.counts) + Counter(state.conversations) + self._count_unknown(unigram_counts)
         statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, dict(skipped))
         store.write_json(self.folder / STATISTICS_FILE, asdict(statistics))
         (self.folder / store.JOURNAL_FILE).unlink()

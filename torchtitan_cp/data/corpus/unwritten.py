@@ -1,4 +1,4 @@
-"""What a conversation holds and its chat template does not write, or not as it is meant: an answer would be learned so.
+"""What of a conversation its chat template leaves out, or writes in another form: an answer would be learned so.
 
 Each piece of a conversation gets a mark of its own, and the template writes them all: the text has the marks of the
 pieces that it has. Words are not looked for: those of a short piece are found somewhere in most texts.
@@ -68,7 +68,7 @@ def check_is_written(messages: Messages, tools: Json, learned: Sequence[int], re
 
 
 def check_form(messages: Messages, tools: Json, text: str, render: Render) -> None:
-    """Refuse a conversation of which the template writes a part in another form than it is meant to have.
+    """Refuse a conversation if the template writes a part of it in the wrong form.
 
     A template that takes only texts prints a list of parts as Python does. One that takes the arguments of a call as
     an object, as transformers wants them, quotes them where they are the JSON of one.

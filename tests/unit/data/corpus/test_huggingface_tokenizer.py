@@ -132,6 +132,7 @@ def test_a_tokenizer_that_drops_what_it_does_not_know_is_named(
         data = Data(source="jsonl", path=str(tmp_path / "rows.jsonl"), cache_folder=str(tmp_path / "cache"))
         prepare(data, TokenizerConfig("huggingface", str(path)))
         assert f"the tokenizer {path} {lost}" in caplog.text
+        assert "\n  fix: give its model an unk_token of its own, or take another tokenizer" in caplog.text
 
 
 def test_whole_alphabets_lose_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, Keys, random_weights, with_layers
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.config.training import Activation, Compile
-from torchtitan_cp.parallel.apply import wrap_blocks
+from torchtitan_cp.parallel.blocks import wrap_blocks
 from torchtitan_cp.parallel.experts import RoutingSums, dispatch_experts
 from torchtitan_cp.training.model import LayerAttention
 

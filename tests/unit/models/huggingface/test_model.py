@@ -16,7 +16,7 @@ from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.data.batches.micro_batches import BatchLayout
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy
-from torchtitan_cp.parallel.apply import wrap_blocks
+from torchtitan_cp.parallel.blocks import wrap_blocks
 from torchtitan_cp.training.model import LayerAttention
 
 SEQ_LEN = 96

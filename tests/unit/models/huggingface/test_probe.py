@@ -29,7 +29,7 @@ from torchtitan_cp.config.sections import Model
 from torchtitan_cp.config.training import Activation, Compile
 from torchtitan_cp.data.batches.micro_batches import BatchLayout
 from torchtitan_cp.metrics.throughput import flops_per_token, layer_costs
-from torchtitan_cp.parallel.apply import wrap_blocks
+from torchtitan_cp.parallel.blocks import wrap_blocks
 from torchtitan_cp.planner.parameters import count_parameters, total_parameters
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.registry import register
